@@ -17,6 +17,7 @@ from megatron_async.runner.attention_metadata import metadata_of_mixed
 from megatron_async.runner.drafter import MixedTokens, SampledRows
 from megatron_async.runner.forward_batch import ForwardBatch
 from megatron_async.runner.sampler import sample_tokens
+from megatron_async.sampling.sample import SampleInputs
 
 
 class ModelDrafter:
@@ -108,11 +109,13 @@ class ModelDrafter:
             sample = partial(parallel.sample, sample_tokens)
         found = sample(
             logits,
-            state.inverse_temperature[slots],
-            state.top_k[slots],
-            state.top_p[slots],
-            state.seed[slots],
-            end + 1,
+            SampleInputs(
+                state.inverse_temperature[slots],
+                state.top_k[slots],
+                state.top_p[slots],
+                state.seed[slots],
+                end + 1,
+            ),
             vocab_size=self._network.vocab_size,
         )
         return found.clamp(min=0)

@@ -27,7 +27,7 @@ from megatron_async.runner.attention_metadata import metadata_of_mixed
 from megatron_async.runner.drafter import MixedTokens, SampledRows
 from megatron_async.runner.forward_batch import ForwardBatch
 from megatron_async.runner.sampler import has_triton, sample_tokens
-from megatron_async.sampling.sample import candidates
+from megatron_async.sampling.sample import SampleInputs, candidates
 
 if TYPE_CHECKING:
     from megatron_async.kernels.drafting.mtp_rows import RowsKernel
@@ -180,7 +180,7 @@ class MtpDrafter:
         self, logits: Tensor, slots: Tensor, drafts: DraftRows, draft: int, into: Tensor
     ) -> None:
         """Sample a draft of each row from logits ``[R, vocab]``; kernels keep it by slot too."""
-        parameters = (
+        inputs = SampleInputs(
             drafts.inverse_temperature,
             drafts.top_k,
             drafts.top_p,
@@ -194,12 +194,12 @@ class MtpDrafter:
 
             by_slot = self._state.drafts[:, draft]
             taken = Taken(into, by_slot, slots.contiguous(), self._arrivals)
-            sample_draft(candidates(logits, vocab_size), parameters, taken)
+            sample_draft(candidates(logits, vocab_size), inputs, taken)
             return
         sample: Callable[..., Tensor] = sample_tokens
         if self._parallel is not None:
             sample = partial(self._parallel.sample, sample_tokens)
-        found = sample(logits, *parameters, vocab_size=vocab_size)
+        found = sample(logits, inputs, vocab_size=vocab_size)
         into.copy_(found.clamp(min=0))
 
     def _input_of(

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_async.sampling.sample import SampleInputs
+
 if TYPE_CHECKING:
     from megatron_async.kernels.ranks.peer_sum import PeerWords
 
@@ -186,25 +188,25 @@ class ModelParallel:
         return self._tell_(whole, self._listeners if of_all else self._copies)
 
     def sample(
-        self, whole_rows: Any, logits: Tensor, *parameters: Tensor, vocab_size: int
+        self, whole_rows: Any, logits: Tensor, inputs: SampleInputs, *, vocab_size: int
     ) -> Tensor:
         """A token of each row, the same on all ranks of the last stage: int64 ``[R]``.
 
         Args:
             whole_rows: samples where one rank has all columns; called as ``sample_tokens``.
             logits: this rank's columns ``[R, W]``.
-            parameters: those of ``sample_tokens``.
+            inputs: of each row.
         """
         if not self._samples:
             tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         elif self.layout.tensor == 1:
-            tokens = whole_rows(logits, *parameters, vocab_size=vocab_size)
+            tokens = whole_rows(logits, inputs, vocab_size=vocab_size)
         else:
             from megatron_async.sampling.sharded import sample_tokens_sharded
 
             tokens = sample_tokens_sharded(
                 logits,
-                *parameters,
+                inputs,
                 first_id=self.tensor_rank * logits.shape[1],
                 vocab_size=vocab_size,
                 exchange=self,

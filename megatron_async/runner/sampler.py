@@ -9,18 +9,19 @@ import logging
 from torch import Tensor
 
 from megatron_async.sampling.cpu import sample_tokens_cpu
-from megatron_async.sampling.sample import candidates, check_parameters, sample_tokens_reference
+from megatron_async.sampling.sample import (
+    SampleInputs,
+    candidates,
+    check_inputs,
+    sample_tokens_reference,
+)
 
 logger = logging.getLogger(__name__)
 
 
 def sample_tokens(
     logits: Tensor,
-    inverse_temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    seed: Tensor,
-    position: Tensor,
+    inputs: SampleInputs,
     *,
     vocab_size: int | None = None,
 ) -> Tensor:
@@ -31,11 +32,7 @@ def sample_tokens(
 
     Args:
         logits: ``[R, V]`` float32, bfloat16 or float16.
-        inverse_temperature: float32 ``[R]``; 0 is greedy.
-        top_k: int32 ``[R]``; 0 is off.
-        top_p: float32 ``[R]``; 0 and 1 are off.
-        seed: int64 ``[R]``, the request's seed.
-        position: int64 ``[R]``, the index of the sampled token in its sequence.
+        inputs: of each row.
         vocab_size: only ids below it are candidates; ``V`` if not given.
 
     Returns:
@@ -45,15 +42,14 @@ def sample_tokens(
         ValueError: a shape, a dtype or the vocabulary size is not supported.
     """
     logits = candidates(logits, vocab_size)
-    parameters = (inverse_temperature, top_k, top_p, seed, position)
-    check_parameters(logits, *parameters)
+    check_inputs(logits, inputs)
     if logits.is_cuda and has_triton():
         from megatron_async.kernels.sampling.sample_triton import sample_tokens_gpu
 
-        return sample_tokens_gpu(logits, *parameters)
+        return sample_tokens_gpu(logits, inputs)
     if logits.is_cuda:
-        return sample_tokens_reference(logits, *parameters)
-    return sample_tokens_cpu(logits, *parameters)
+        return sample_tokens_reference(logits, inputs)
+    return sample_tokens_cpu(logits, inputs)
 
 
 @functools.cache

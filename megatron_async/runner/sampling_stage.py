@@ -23,6 +23,7 @@ from megatron_async.runner.masks import MaskRing
 from megatron_async.runner.sampler import sample_tokens
 from megatron_async.sampling.log_probs import pack, processed_log_probs, token_log_probs
 from megatron_async.sampling.process_logits import advance, process_logits
+from megatron_async.sampling.sample import SampleInputs
 from megatron_async.step import packet
 from megatron_async.step.extras import LOG_PROB_WORDS, PROCESSED_LOG_PROBS, RAW_LOG_PROBS
 from megatron_async.step.plan import SampleShape
@@ -116,11 +117,13 @@ class SamplingStage:
             sample = partial(self._parallel.sample, sample_tokens)
         tokens = sample(
             sampled,
-            state.inverse_temperature[each],
-            state.top_k[each],
-            state.top_p[each],
-            state.seed[each],
-            positions.flatten(),
+            SampleInputs(
+                state.inverse_temperature[each],
+                state.top_k[each],
+                state.top_p[each],
+                state.seed[each],
+                positions.flatten(),
+            ),
             vocab_size=self._model.vocab_size,
         ).view(rows, window)
         live = (samples != 0) & ~state.finished[slots]

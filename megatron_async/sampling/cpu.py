@@ -5,63 +5,51 @@ from __future__ import annotations
 from torch import Tensor, empty_like, float32, full_like, inf
 
 from megatron_async.sampling import filters, noise
+from megatron_async.sampling.sample import SampleInputs
 
 NUCLEUS_PREFIX = 128
 """Top-p looks at this many of the largest logits before it sorts the whole row."""
 
 
-def sample_tokens_cpu(
-    logits: Tensor,
-    inverse_temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    seed: Tensor,
-    position: Tensor,
-) -> Tensor:
+def sample_tokens_cpu(logits: Tensor, inputs: SampleInputs) -> Tensor:
     """``sampling.sample_tokens`` of CPU tensors; arguments are not checked."""
     failed = logits.amax(1).isnan()
     if failed.any():
-        tokens = sample_tokens_cpu(
-            filters.without_nan(logits), inverse_temperature, top_k, top_p, seed, position
-        )
+        tokens = sample_tokens_cpu(filters.without_nan(logits), inputs)
         return tokens.masked_fill_(failed, -1)
     x = logits.to(float32)
-    sampled = inverse_temperature > 0.0
+    sampled = inputs.inverse_temperature > 0.0
     if not sampled.any():
         return x.argmax(1)
-    filtered = sampled & (filters.top_k_enabled(top_k, x.shape[1]) | filters.top_p_enabled(top_p))
-    tokens = empty_like(seed)
+    asks_top_k = filters.top_k_enabled(inputs.top_k, x.shape[1])
+    filtered = sampled & (asks_top_k | filters.top_p_enabled(inputs.top_p))
+    tokens = empty_like(inputs.seed)
     for members, sample_group in (
         (~sampled, _greedy),
         (sampled & ~filtered, _sample_unfiltered),
         (filtered, _sample_filtered),
     ):
         if members.all():
-            return sample_group(x, inverse_temperature, top_k, top_p, seed, position)
+            return sample_group(x, inputs)
         rows = members.nonzero()[:, 0]
         if rows.numel():
-            group = (t[rows] for t in (x, inverse_temperature, top_k, top_p, seed, position))
-            tokens[rows] = sample_group(*group)
+            tokens[rows] = sample_group(x[rows], inputs.of_rows(rows))
     return tokens
 
 
-def _greedy(
-    x: Tensor, factor: Tensor, top_k: Tensor, top_p: Tensor, seed: Tensor, position: Tensor
-) -> Tensor:
+def _greedy(x: Tensor, inputs: SampleInputs) -> Tensor:
     return x.argmax(1)
 
 
-def _sample_unfiltered(
-    x: Tensor, factor: Tensor, top_k: Tensor, top_p: Tensor, seed: Tensor, position: Tensor
-) -> Tensor:
-    scores = filters.scale_logits(x, factor).add_(noise.gumbel(seed, position, x.shape[1]))
+def _sample_unfiltered(x: Tensor, inputs: SampleInputs) -> Tensor:
+    scores = filters.scale_logits(x, inputs.inverse_temperature)
+    scores.add_(noise.gumbel(inputs.seed, inputs.position, x.shape[1]))
     return scores.masked_fill_(x == -inf, -inf).argmax(1)
 
 
-def _sample_filtered(
-    x: Tensor, factor: Tensor, top_k: Tensor, top_p: Tensor, seed: Tensor, position: Tensor
-) -> Tensor:
+def _sample_filtered(x: Tensor, inputs: SampleInputs) -> Tensor:
     """Noise only for the ids that the filters keep, usually few."""
+    factor, top_k, top_p, seed, position = inputs
     threshold = _filter_threshold(x, factor, top_k, top_p)
     rows, ids = ((x >= threshold[:, None]) & (x > -inf)).nonzero(as_tuple=True)
     scaled = filters.scale_logits(x[rows, ids][:, None], factor[rows])[:, 0]

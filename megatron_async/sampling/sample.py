@@ -15,6 +15,8 @@ The rules shared by all implementations:
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -26,17 +28,36 @@ MAX_VOCAB_SIZE = 1 << 19
 _LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+class SampleInputs(NamedTuple):
+    """What a token of each row follows from besides its logits, ``[R]`` each.
+
+    Args:
+        inverse_temperature: float32; 0 is greedy.
+        top_k: int32; 0 is off.
+        top_p: float32; 0 and 1 are off.
+        seed: int64, the request's.
+        position: int64, the index of the sampled token in its sequence.
+    """
+
+    inverse_temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    seed: Tensor
+    position: Tensor
+
+    def of_rows(self, rows: Tensor) -> SampleInputs:
+        """Return those of some rows."""
+        return SampleInputs(*[tensor[rows] for tensor in self])
+
+
 def sample_tokens_reference(
     logits: Tensor,
-    inverse_temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    seed: Tensor,
-    position: Tensor,
+    inputs: SampleInputs,
     *,
     vocab_size: int | None = None,
 ) -> Tensor:
     """``runner.sampler.sample_tokens`` in plain torch on any device, all work for every row."""
+    inverse_temperature, top_k, top_p, seed, position = inputs
     logits = candidates(logits, vocab_size)
     x = filters.without_nan(logits)
     sampled = inverse_temperature > 0.0
@@ -69,22 +90,12 @@ def candidates(logits: Tensor, vocab_size: int | None = None) -> Tensor:
     return logits[:, :size]
 
 
-def check_parameters(
-    logits: Tensor,
-    inverse_temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    seed: Tensor,
-    position: Tensor,
-) -> None:
-    """Raises :class:`ValueError` unless the parameters are as ``sample_tokens`` takes them."""
-    for name, tensor, dtype in (
-        ("inverse_temperature", inverse_temperature, torch.float32),
-        ("top_k", top_k, torch.int32),
-        ("top_p", top_p, torch.float32),
-        ("seed", seed, torch.int64),
-        ("position", position, torch.int64),
-    ):
+_DTYPES = (torch.float32, torch.int32, torch.float32, torch.int64, torch.int64)
+
+
+def check_inputs(logits: Tensor, inputs: SampleInputs) -> None:
+    """Raises :class:`ValueError` unless the inputs are as ``sample_tokens`` takes them."""
+    for name, tensor, dtype in zip(SampleInputs._fields, inputs, _DTYPES, strict=True):
         if tensor.shape != logits.shape[:1] or tensor.dtype != dtype:
             raise ValueError(
                 f"{name} must be {dtype} of shape [{logits.shape[0]}]; got {tensor.dtype} of "

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.sampling import filters, noise
+from megatron_async.sampling.sample import SampleInputs
 
 DIGIT_BITS = 8
 DIGITS = range(32 - DIGIT_BITS, -1, -DIGIT_BITS)
@@ -34,11 +35,7 @@ class Exchange(Protocol):
 
 def sample_tokens_sharded(
     logits: Tensor,
-    inverse_temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    seed: Tensor,
-    position: Tensor,
+    inputs: SampleInputs,
     *,
     first_id: int,
     vocab_size: int,
@@ -53,6 +50,7 @@ def sample_tokens_sharded(
     Returns:
         int64 ``[R]``, the same on all ranks; -1 for a row whose candidates hold NaN.
     """
+    inverse_temperature, top_k, top_p, seed, position = inputs
     held = max(0, min(logits.shape[1], vocab_size - first_id))
     failed = logits[:, :held].isnan().any(1)
     ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)

@@ -9,7 +9,7 @@ import torch
 
 from megatron_async.runner.drafter import MixedTokens, SampledRows
 from megatron_async.runner.forward_batch import ForwardBatch
-from megatron_async.sampling.sample import sample_tokens_reference
+from megatron_async.sampling.sample import SampleInputs, sample_tokens_reference
 from tests.support.hash_model import VOCAB_SIZE, HashModel, hash_logits
 
 
@@ -59,11 +59,13 @@ class DraftingHashModel(HashModel):
         return int(
             sample_tokens_reference(
                 torch.tensor([row]),
-                state.inverse_temperature[at],
-                state.top_k[at],
-                state.top_p[at],
-                state.seed[at],
-                position,
+                SampleInputs(
+                    state.inverse_temperature[at],
+                    state.top_k[at],
+                    state.top_p[at],
+                    state.seed[at],
+                    position,
+                ),
             )
         )
 

@@ -32,6 +32,7 @@ from megatron_async.runner.model_runner import ModelRunner
 from megatron_async.runner.recurrent_states import ChunkStates, DecodeStates, RecurrentStates
 from megatron_async.runner.sampling_stage import SamplingStage
 from megatron_async.runner.step_program import StepProgram
+from megatron_async.sampling.sample import SampleInputs
 from megatron_async.scheduler.admission import PromptPlanner
 from megatron_async.scheduler.events import Commit
 from megatron_async.scheduler.request_state import Sequence, State
@@ -351,9 +352,9 @@ def length_not_advanced_at_a_block_boundary(original: Any) -> Any:
 def noise_at_the_position_the_host_knows(original: Any) -> Any:
     """The host's count of tokens lags behind the device's."""
 
-    def sample_tokens(*args: Any, **options: Any) -> torch.Tensor:
-        *parameters, position = args
-        tokens: torch.Tensor = original(*parameters, position - 1, **options)
+    def sample_tokens(logits: torch.Tensor, inputs: SampleInputs, **options: Any) -> torch.Tensor:
+        lagging = inputs._replace(position=inputs.position - 1)
+        tokens: torch.Tensor = original(logits, lagging, **options)
         return tokens
 
     return sample_tokens

@@ -13,7 +13,7 @@ import numpy as np
 import regex
 import torch
 
-from megatron_async.sampling.sample import sample_tokens_reference
+from megatron_async.sampling.sample import SampleInputs, sample_tokens_reference
 from tests.support.hash_model import VOCAB_SIZE, hash_history, hash_logits
 from tests.support.hash_tokenizer import hash_tokenizer
 
@@ -121,11 +121,13 @@ def decode_alone(
             token = int(
                 sample_tokens_reference(
                     torch.tensor([row]),
-                    torch.tensor([1.0 / by.temperature]),
-                    torch.tensor([by.top_k], dtype=torch.int32),
-                    torch.tensor([by.top_p]),
-                    torch.tensor([by.seed]),
-                    torch.tensor([len(tokens)]),
+                    SampleInputs(
+                        torch.tensor([1.0 / by.temperature]),
+                        torch.tensor([by.top_k], dtype=torch.int32),
+                        torch.tensor([by.top_p]),
+                        torch.tensor([by.seed]),
+                        torch.tensor([len(tokens)]),
+                    ),
                 )
             )
         tokens.append(token)

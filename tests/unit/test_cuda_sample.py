@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_async.kernels.gemm.tile_config import SHARED_BYTES
 from megatron_async.kernels.sampling import sample_cuda as sample
-from megatron_async.sampling.sample import MAX_VOCAB_SIZE, sample_tokens_reference
+from megatron_async.sampling.sample import MAX_VOCAB_SIZE, SampleInputs, sample_tokens_reference
 from tests.support import emulator
 from tests.support.cuda_kernels import device, emulated, on_both
 from tests.unit.test_sample_kernel import on, random_logits, random_parameters, rows_with_nan
@@ -65,7 +65,7 @@ def test_equals_reference(
         generator = torch.Generator().manual_seed(vocabulary + seed)
         logits = random_logits(rows, vocabulary, dtype, generator)
         parameters = random_parameters(rows, vocabulary, generator)
-        expected = sample_tokens_reference(logits, *parameters)
+        expected = sample_tokens_reference(logits, SampleInputs(*parameters))
         assert torch.equal(tokens_of(logits.to(device), on(device, parameters), cut), expected)
 
 
@@ -97,7 +97,7 @@ def rows_with_filters(rows: int, vocabulary: int, seed: int) -> tuple[Tensor, tu
 )  # fmt: skip
 def test_filters_equal_reference(vocabulary: int, seed: int, device: torch.device) -> None:
     logits, parameters = rows_with_filters(12, vocabulary, seed)
-    expected = sample_tokens_reference(logits, *parameters)
+    expected = sample_tokens_reference(logits, SampleInputs(*parameters))
     cut = (2, 4, 32) if device.type == "cpu" else None
     assert torch.equal(tokens_of(logits.to(device), on(device, parameters), cut), expected)
 
@@ -111,7 +111,7 @@ def test_a_nan_anywhere_in_a_row_is_no_token(
     vocabulary: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     logits, parameters, expected = rows_with_nan(vocabulary, dtype)
-    assert torch.equal(sample_tokens_reference(logits, *parameters), expected)
+    assert torch.equal(sample_tokens_reference(logits, SampleInputs(*parameters)), expected)
     cut = (1, 2, 64) if device.type == "cpu" else None
     assert torch.equal(tokens_of(logits.to(device), on(device, parameters), cut), expected)
 
@@ -132,7 +132,7 @@ def test_tokens_go_where_they_belong(
         generator = torch.Generator().manual_seed(vocabulary + seed)
         logits = random_logits(rows, vocabulary, torch.bfloat16, generator)
         parameters = random_parameters(rows, vocabulary, generator)
-        expected = sample_tokens_reference(logits, *parameters).clamp(min=0)
+        expected = sample_tokens_reference(logits, SampleInputs(*parameters)).clamp(min=0)
         tokens, by_slot = (torch.full((rows + 2, 3), -7).to(device) for _ in range(2))
         taken = sample.Taken(tokens[:rows, 1], by_slot[:, 2], slots.to(device), arrivals)
         sample.best_of_rows(
@@ -158,7 +158,7 @@ def test_strided_rows_and_parameters_by_index(
     index = records[:, 1]
     *others, positions = (p[index.long()].repeat_interleave(window) for p in parameters)
     positions = positions + torch.arange(window).repeat(rows)
-    expected = sample_tokens_reference(padded[:, :vocabulary], *others, positions)
+    expected = sample_tokens_reference(padded[:, :vocabulary], SampleInputs(*others, positions))
     cut = (1, 2, 64) if device.type == "cpu" else None
     got = tokens_of(
         padded.to(device)[:, :vocabulary], on(device, parameters), cut, records.to(device)[:, 1],
@@ -220,7 +220,7 @@ def test_these_tests_notice(there: str, instead: str, monkeypatch: pytest.Monkey
     with pytest.raises(AssertionError):
         for seed in range(30):
             logits, parameters = rows_with_filters(8, 250, seed)
-            expected = sample_tokens_reference(logits, *parameters)
+            expected = sample_tokens_reference(logits, SampleInputs(*parameters))
             assert torch.equal(tokens_of(logits, parameters, (1, 4, 32)), expected)
 
 

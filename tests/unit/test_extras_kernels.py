@@ -24,7 +24,7 @@ from megatron_async.runner.extras_tables import ExtrasTables
 from megatron_async.runner.slot_state import SlotState
 from megatron_async.sampling.log_probs import pack, processed_log_probs, token_log_probs
 from megatron_async.sampling.process_logits import advance, process_logits
-from megatron_async.sampling.sample import sample_tokens_reference
+from megatron_async.sampling.sample import SampleInputs, sample_tokens_reference
 from megatron_async.step import packet
 from megatron_async.step.extras import (
     LOG_PROB_WORDS,
@@ -177,7 +177,7 @@ def assert_steps_equal(case: Case, device: torch.device, pdl: bool = False) -> C
         processed = process_logits(
             logits, tables, slots, positions, parameters[0], case.masks[number], case.masked[number]
         )
-        tokens = sample_tokens_reference(processed, *parameters)
+        tokens = sample_tokens_reference(processed, SampleInputs(*parameters))
         live = (case.records[:, packet.ROW_SAMPLES] != 0) & ~state.finished[slots]
         wanted = plain.step(number, plain.kernels.sample, processed)
         got = rig.step(number, rig.kernels.sample_extended, logits)

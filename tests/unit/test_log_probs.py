@@ -19,7 +19,7 @@ from megatron_async.sampling.log_probs import (
     token_log_probs,
     unpack,
 )
-from megatron_async.sampling.sample import sample_tokens_reference
+from megatron_async.sampling.sample import SampleInputs, sample_tokens_reference
 from megatron_async.step.extras import LOG_PROB_WORDS, MAX_TOP_LOG_PROBS
 from tests.unit.test_process_logits import on_gpu
 
@@ -188,7 +188,9 @@ def test_sampled_tokens_have_a_probability() -> None:
         torch.full((rows,), 9, dtype=torch.int32),
         torch.full((rows,), 0.8),
     )
-    tokens = sample_tokens_reference(logits, *filters, torch.arange(rows), torch.arange(rows))
+    tokens = sample_tokens_reference(
+        logits, SampleInputs(*filters, torch.arange(rows), torch.arange(rows))
+    )
     log_prob, ids, _ = processed_log_probs(logits, *filters, tokens)
     assert log_prob.isfinite().all()
     assert all(int(t) in listed for t, listed in zip(tokens, ids.tolist(), strict=True))

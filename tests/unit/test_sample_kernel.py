@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.runner.sampler import sample_tokens
-from megatron_async.sampling.sample import sample_tokens_reference
+from megatron_async.sampling.sample import SampleInputs, sample_tokens_reference
 from tests.support.interpreter import compiled, interpreted
 
 pytest.importorskip("triton", reason="the kernel needs triton")
@@ -79,8 +79,8 @@ def test_kernel_equals_reference(dtype: torch.dtype, vocab_size: int, device: to
     generator = torch.Generator().manual_seed(vocab_size)
     logits = random_logits(rows, vocab_size, dtype, generator)
     arguments = random_parameters(rows, vocab_size, generator)
-    expected = sample_tokens_reference(logits, *arguments)
-    tokens = sample_tokens_triton(logits.to(device), *on(device, arguments))
+    expected = sample_tokens_reference(logits, SampleInputs(*arguments))
+    tokens = sample_tokens_triton(logits.to(device), SampleInputs(*on(device, arguments)))
     assert torch.equal(tokens.cpu(), expected)
 
 
@@ -99,7 +99,7 @@ def rows_with_nan(vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, tuple[Te
         torch.arange(rows),
         torch.arange(rows) + 7,
     )
-    expected = sample_tokens_reference(padded[:, :vocabulary], *parameters)
+    expected = sample_tokens_reference(padded[:, :vocabulary], SampleInputs(*parameters))
     assert (expected >= 0).all()
     places = (0, vocabulary - 1, vocabulary // 2, 1)
     for row in range(12):
@@ -124,7 +124,7 @@ def test_a_nan_anywhere_in_a_row_is_no_token(
 ) -> None:
     logits, arguments, expected = rows_with_nan(vocab_size, dtype)
     for sample in kernels_on(device):
-        tokens = sample(logits.to(device), *on(device, arguments))
+        tokens = sample(logits.to(device), SampleInputs(*on(device, arguments)))
         assert torch.equal(tokens.cpu(), expected)
 
 
@@ -137,10 +137,10 @@ def test_kernel_reads_strided_rows_split_over_programs(rows: int, device: torch.
     for inverse_temperature in (0.0, 1.0):
         arguments = random_parameters(rows, logits.shape[1], generator)
         arguments = (torch.full((rows,), inverse_temperature), *arguments[1:])
-        expected = sample_tokens_reference(logits, *arguments)
+        expected = sample_tokens_reference(logits, SampleInputs(*arguments))
         on_device = padded.to(device)[:, : logits.shape[1]]
         for sample in kernels_on(device):
-            tokens = sample(on_device, *on(device, arguments))
+            tokens = sample(on_device, SampleInputs(*on(device, arguments)))
             assert torch.equal(tokens.cpu(), expected)
 
 
@@ -156,12 +156,12 @@ def test_the_best_of_all_ranks_is_the_token_of_the_whole_row(
     temperature, _, _, *noise = random_parameters(rows, vocab_size, generator)
     off = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows)
     parameters = (temperature, *off, *noise)
-    expected = sample_tokens_reference(logits, *parameters, vocab_size=vocab_size)
+    expected = sample_tokens_reference(logits, SampleInputs(*parameters), vocab_size=vocab_size)
     best = []
     for first_id in range(0, ranks * width, width):
         count = min(width, vocab_size - first_id)
         columns = logits[:, first_id : first_id + count].to(device)
-        packed = sample_shard(columns, on(device, parameters), first_id=first_id)
+        packed = sample_shard(columns, SampleInputs(*on(device, parameters)), first_id=first_id)
         best.append(packed.amax(1).cpu() - first_id)
     key = torch.stack(best).amax(0)
     tokens = (2**31 - 1) - (key & (2**31 - 1))
@@ -185,18 +185,18 @@ class TestOnGpu:
             logits = random_logits(rows, vocab_size, dtype, generator)
             arguments = random_parameters(rows, vocab_size, generator)
             device_arguments = on(torch.device("cuda"), arguments)
-            expected = sample_tokens(logits, *arguments)
+            expected = sample_tokens(logits, SampleInputs(*arguments))
             for sample in (sample_tokens, sample_tokens_triton, sample_tokens_reference):
-                got = sample(logits.cuda(), *device_arguments)
+                got = sample(logits.cuda(), SampleInputs(*device_arguments))
                 assert torch.equal(got.cpu(), expected), sample.__name__
 
     def test_a_row_does_not_depend_on_its_batch(self) -> None:
         generator = torch.Generator().manual_seed(0)
         logits = random_logits(64, 5_000, torch.bfloat16, generator).cuda()
         arguments = on(torch.device("cuda"), random_parameters(64, 5_000, generator))
-        tokens = sample_tokens(logits, *arguments)
+        tokens = sample_tokens(logits, SampleInputs(*arguments))
         for rows in (torch.randperm(64).cuda(), torch.tensor([13]).cuda()):
-            subset = sample_tokens(logits[rows], *(a[rows] for a in arguments))
+            subset = sample_tokens(logits[rows], SampleInputs(*arguments).of_rows(rows))
             assert torch.equal(subset, tokens[rows])
 
     @pytest.mark.parametrize("sample", [sample_tokens, sample_tokens_reference])
@@ -213,17 +213,19 @@ class TestOnGpu:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            sample(*static, vocab_size=vocab_size)
+            sample(static[0], SampleInputs(*static[1:]), vocab_size=vocab_size)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            tokens = sample(*static, vocab_size=vocab_size)
+            tokens = sample(static[0], SampleInputs(*static[1:]), vocab_size=vocab_size)
         for seed in range(1, 6):
             inputs = case(seed)
             for target, source in zip(static, inputs, strict=True):
                 target.copy_(source)
             graph.replay()
-            expected = sample_tokens_reference(*inputs, vocab_size=vocab_size)
+            expected = sample_tokens_reference(
+                inputs[0], SampleInputs(*inputs[1:]), vocab_size=vocab_size
+            )
             assert torch.equal(tokens.cpu(), expected)
 
     def test_sampling_does_not_synchronise(self) -> None:
@@ -231,9 +233,9 @@ class TestOnGpu:
         logits = random_logits(8, 3_000, torch.float32, generator).cuda()
         arguments = on(torch.device("cuda"), random_parameters(8, 3_000, generator))
         for sample in (sample_tokens, sample_tokens_reference):
-            sample(logits, *arguments)
+            sample(logits, SampleInputs(*arguments))
             torch.cuda.set_sync_debug_mode("error")
             try:
-                sample(logits, *arguments)
+                sample(logits, SampleInputs(*arguments))
             finally:
                 torch.cuda.set_sync_debug_mode("default")

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_async.runner.extras_tables import ExtrasTables
 from megatron_async.runner.sampler import sample_tokens
 from megatron_async.sampling.process_logits import process_logits
+from megatron_async.sampling.sample import SampleInputs
 from megatron_async.step.extras import NO_EXTRAS, Extras, SlotExtras
 
 DRAWS = 20_000
@@ -77,11 +78,13 @@ def draw(ask: Ask, seeds: Tensor, positions: Tensor) -> list[int]:
     processed = process_logits(torch.tensor([LOGITS]), tables, *at, factor)
     tokens = sample_tokens(
         processed.expand(rows, -1).contiguous(),
-        factor.expand(rows).contiguous(),
-        torch.full((rows,), ask.top_k, dtype=torch.int32),
-        torch.full((rows,), ask.top_p),
-        seeds,
-        positions,
+        SampleInputs(
+            factor.expand(rows).contiguous(),
+            torch.full((rows,), ask.top_k, dtype=torch.int32),
+            torch.full((rows,), ask.top_p),
+            seeds,
+            positions,
+        ),
     )
     return tokens.bincount(minlength=len(LOGITS)).tolist()
 

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from megatron_async.runner.sampler import sample_tokens
 from megatron_async.sampling import exact_math, filters, noise, philox
-from megatron_async.sampling.sample import sample_tokens_reference
-
-Parameters = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+from megatron_async.sampling.sample import SampleInputs, sample_tokens_reference
 
 
 def parameters(
@@ -25,8 +23,8 @@ def parameters(
     top_p: float = 0.0,
     seed: int = 7,
     position: Tensor | None = None,
-) -> Parameters:
-    return (
+) -> SampleInputs:
+    return SampleInputs(
         torch.full((rows,), 1.0 / temperature if temperature else 0.0),
         torch.full((rows,), top_k, dtype=torch.int32),
         torch.full((rows,), top_p),
@@ -35,12 +33,12 @@ def parameters(
     )
 
 
-def mixed_parameters(rows: int, vocab_size: int, generator: torch.Generator) -> Parameters:
+def mixed_parameters(rows: int, vocab_size: int, generator: torch.Generator) -> SampleInputs:
     def pick(values: list[float], dtype: torch.dtype) -> Tensor:
         index = torch.randint(len(values), (rows,), generator=generator)
         return torch.tensor(values, dtype=dtype)[index]
 
-    return (
+    return SampleInputs(
         pick([0.0, 0.5, 1.0, 1.7, 8.0], torch.float32),
         pick([0, 0, 1, 3, 50, vocab_size, 1 << 30], torch.int32),
         pick([0.0, 0.0, 1e-9, 0.3, 0.9, 0.999, 1.0], torch.float32),
@@ -200,9 +198,19 @@ def test_largest_vocabulary_of_equal_logits_does_not_overflow() -> None:
 
 def test_ties_at_a_threshold_are_kept() -> None:
     x = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0]]).expand(4000, -1)
-    assert set(sample_tokens(x, *parameters(4000, 2.0, top_k=2)).tolist()) == {1, 2, 3, 4}
-    assert set(sample_tokens(x, *parameters(4000, 1.0, top_p=0.5)).tolist()) == {1, 2, 3, 4}
-    assert set(sample_tokens(x, *parameters(4000, 1.0, top_k=1)).tolist()) == {1}
+    assert set(sample_tokens(x, parameters(4000, 2.0, top_k=2)).tolist()) == {
+        1,
+        2,
+        3,
+        4,
+    }
+    assert set(sample_tokens(x, parameters(4000, 1.0, top_p=0.5)).tolist()) == {
+        1,
+        2,
+        3,
+        4,
+    }
+    assert set(sample_tokens(x, parameters(4000, 1.0, top_k=1)).tolist()) == {1}
 
 
 # Distribution
@@ -217,7 +225,8 @@ def test_draws_follow_the_softmax(temperature: float, top_k: int, top_p: float) 
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(3)) * 1.5
     kept, _ = kept_by_definition(logits.tolist(), 1.0 / temperature, top_k, top_p)
     tokens = sample_tokens(
-        logits.expand(draws, -1), *parameters(draws, temperature, top_k, top_p, seed=11)
+        logits.expand(draws, -1),
+        parameters(draws, temperature, top_k, top_p, seed=11),
     )
     counts = tokens.bincount(minlength=vocab_size).double()
     index = torch.tensor(sorted(kept))
@@ -234,7 +243,9 @@ def test_seeds_are_as_good_as_positions() -> None:
     draws = 100_000
     logits = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0]).expand(draws, -1)
     factor, top_k, top_p, _, position = parameters(draws)
-    tokens = sample_tokens(logits, factor, top_k, top_p, position, torch.zeros_like(position))
+    tokens = sample_tokens(
+        logits, SampleInputs(factor, top_k, top_p, position, torch.zeros_like(position))
+    )
     counts = tokens.bincount(minlength=5).double()
     assert float(((counts - draws / 5) ** 2 / (draws / 5)).sum()) < 18.5
 
@@ -249,18 +260,18 @@ def test_cpu_path_equals_the_reference(dtype: torch.dtype, vocab_size: int) -> N
     for scale in (0.0, 1.0, 6.0):
         logits = (torch.randn(24, vocab_size, generator=generator) * scale).to(dtype)
         arguments = mixed_parameters(24, vocab_size, generator)
-        expected = sample_tokens_reference(logits, *arguments)
-        assert torch.equal(sample_tokens(logits, *arguments), expected)
+        expected = sample_tokens_reference(logits, arguments)
+        assert torch.equal(sample_tokens(logits, arguments), expected)
 
 
 def test_a_row_does_not_depend_on_its_batch() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(32, 500, generator=generator) * 3
     arguments = mixed_parameters(32, 500, generator)
-    tokens = sample_tokens(logits, *arguments)
+    tokens = sample_tokens(logits, arguments)
     order = torch.randperm(32, generator=generator)
     for rows in (order, order[:5], order[7:8], torch.arange(32).repeat(2)):
-        subset = sample_tokens(logits[rows], *(a[rows] for a in arguments))
+        subset = sample_tokens(logits[rows], arguments.of_rows(rows))
         assert torch.equal(subset, tokens[rows])
 
 
@@ -270,8 +281,8 @@ def test_padding_the_vocabulary_changes_nothing() -> None:
     padded = torch.cat((logits, torch.full((32, 27), 1e4)), 1)
     arguments = mixed_parameters(32, 101, generator)
     for sample in (sample_tokens, sample_tokens_reference):
-        expected = sample(logits, *arguments)
-        assert torch.equal(sample(padded, *arguments, vocab_size=101), expected)
+        expected = sample(logits, arguments)
+        assert torch.equal(sample(padded, arguments, vocab_size=101), expected)
 
 
 # Values at the edge
@@ -279,7 +290,7 @@ def test_padding_the_vocabulary_changes_nothing() -> None:
 
 def test_greedy_takes_the_lowest_id_of_the_largest_logit() -> None:
     logits = torch.tensor([[0.0, 5.0, 5.0], [-0.0, 0.0, -1.0], [1.0, torch.inf, torch.inf]])
-    tokens = sample_tokens(logits, *parameters(3, temperature=0.0, top_k=2, top_p=0.1))
+    tokens = sample_tokens(logits, parameters(3, temperature=0.0, top_k=2, top_p=0.1))
     assert tokens.tolist() == [1, 0, 1]
 
 
@@ -298,7 +309,7 @@ def test_infinite_logits(temperature: float, top_k: int, top_p: float) -> None:
     ]
     arguments = parameters(len(rows), temperature, top_k, top_p)
     for sample in (sample_tokens, sample_tokens_reference):
-        assert sample(torch.tensor(rows), *arguments).tolist() == [0, 2, 2, 1]
+        assert sample(torch.tensor(rows), arguments).tolist() == [0, 2, 2, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -312,7 +323,7 @@ def test_a_nan_anywhere_in_a_row_is_no_token(
     generator = torch.Generator().manual_seed(4)
     logits = torch.randn(2 * vocab_size, vocab_size, generator=generator).to(dtype)
     arguments = parameters(2 * vocab_size, temperature, top_k, top_p)
-    expected = sample_tokens_reference(logits, *arguments)
+    expected = sample_tokens_reference(logits, arguments)
     assert (expected >= 0).all()
     column = torch.arange(vocab_size)
     for nan in (torch.nan, -torch.nan):
@@ -322,7 +333,7 @@ def test_a_nan_anywhere_in_a_row_is_no_token(
         failing[2, 2:] = -torch.inf
         failing[4] = nan
         for sample in (sample_tokens, sample_tokens_reference):
-            tokens = sample(failing, *arguments)
+            tokens = sample(failing, arguments)
             assert tokens[::2].tolist() == [-1] * vocab_size
             assert torch.equal(tokens[1::2], expected[1::2])
 
@@ -336,37 +347,40 @@ def test_a_nan_beyond_the_vocabulary_does_not_matter(
     padded = torch.cat((logits, torch.full((20, 27), torch.nan)), 1)
     arguments = parameters(20, temperature, top_k, top_p)
     for sample in (sample_tokens, sample_tokens_reference):
-        assert torch.equal(sample(padded, *arguments, vocab_size=37), sample(logits, *arguments))
+        assert torch.equal(
+            sample(padded, arguments, vocab_size=37),
+            sample(logits, arguments),
+        )
 
 
 def test_minus_infinity_is_never_sampled() -> None:
     logits = torch.full((5000, 8), -torch.inf)
     logits[:, [2, 5]] = 0.0
     for arguments in (parameters(5000), parameters(5000, 1.0, 7, 0.99)):
-        assert set(sample_tokens(logits, *arguments).tolist()) == {2, 5}
+        assert set(sample_tokens(logits, arguments).tolist()) == {2, 5}
 
 
 def test_extreme_temperatures_are_defined() -> None:
     logits = torch.tensor([[0.0, 1.0, 0.5]]).expand(3, -1)
-    _, top_k, top_p, seed, position = parameters(3, top_p=0.5)
     factor = torch.tensor([torch.inf, 3e38, torch.nan])
+    arguments = parameters(3, top_p=0.5)._replace(inverse_temperature=factor)
     for sample in (sample_tokens, sample_tokens_reference):
-        assert sample(logits, factor, top_k, top_p, seed, position).tolist() == [1, 1, 1]
+        assert sample(logits, arguments).tolist() == [1, 1, 1]
 
 
 def test_no_rows_give_no_tokens() -> None:
     for sample in (sample_tokens, sample_tokens_reference):
-        assert sample(torch.empty(0, 9), *parameters(0)).shape == (0,)
+        assert sample(torch.empty(0, 9), parameters(0)).shape == (0,)
 
 
 def test_unsupported_arguments_are_errors() -> None:
     logits = torch.zeros(2, 4)
     arguments = parameters(2)
     with pytest.raises(ValueError, match="float64"):
-        sample_tokens(logits.double(), *arguments)
+        sample_tokens(logits.double(), arguments)
     with pytest.raises(ValueError, match="vocab_size 5"):
-        sample_tokens(logits, *arguments, vocab_size=5)
+        sample_tokens(logits, arguments, vocab_size=5)
     with pytest.raises(ValueError, match=r"seed must be torch\.int64"):
-        sample_tokens(logits, *arguments[:3], arguments[3].int(), arguments[4])
+        sample_tokens(logits, arguments._replace(seed=arguments.seed.int()))
     with pytest.raises(ValueError, match=r"of shape \[1\]"):
-        sample_tokens(logits[:1], *arguments)
+        sample_tokens(logits[:1], arguments)

@@ -10,7 +10,7 @@ import torch
 
 from megatron_async.errors import RequestError
 from megatron_async.request import DynamicInferenceRequest
-from megatron_async.sampling.sample import sample_tokens_reference
+from megatron_async.sampling.sample import SampleInputs, sample_tokens_reference
 from megatron_async.sampling_params import SamplingParams
 from tests.support.drafting_model import DraftingHashModel
 from tests.support.engines import DEPTHS, drive, greedy, hash_engine
@@ -37,11 +37,13 @@ def expected(request: DynamicInferenceRequest, first: SamplingParams) -> list[in
         inverse = 0.0 if params.greedy else 1.0 / params.temperature
         token = sample_tokens_reference(
             logits,
-            torch.tensor([inverse]),
-            torch.tensor([params.top_k], dtype=torch.int32),
-            torch.tensor([params.top_p]),
-            torch.tensor([params.seed or 0]),
-            torch.tensor([len(tokens)]),
+            SampleInputs(
+                torch.tensor([inverse]),
+                torch.tensor([params.top_k], dtype=torch.int32),
+                torch.tensor([params.top_p]),
+                torch.tensor([params.seed or 0]),
+                torch.tensor([len(tokens)]),
+            ),
         )
         tokens.append(int(token))
     return tokens[len(request.prompt_tokens) :]

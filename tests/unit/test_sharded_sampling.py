@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_async.sampling.sample import sample_tokens_reference
+from megatron_async.sampling.sample import SampleInputs, sample_tokens_reference
 from megatron_async.sampling.sharded import sample_tokens_sharded
 
 WIDTH, ROWS = 60, 12
@@ -62,7 +62,7 @@ def test_each_rank_gets_the_token_of_the_whole_row(
             torch.randint(-(2**63), 2**63 - 1, (ROWS,)),
             torch.randint(0, 1000, (ROWS,)),
         )
-        expected = sample_tokens_reference(logits, *parameters, vocab_size=vocab_size)
+        expected = sample_tokens_reference(logits, SampleInputs(*parameters), vocab_size=vocab_size)
         assert expected[1] == -1 and expected[0] == 0
         found = sample_together(ranks, logits, parameters, vocab_size)
         assert all(torch.equal(tokens, expected) for tokens in found)
@@ -78,7 +78,7 @@ def sample_together(
         first = rank * WIDTH
         found[rank] = sample_tokens_sharded(
             logits[:, first : first + WIDTH],
-            *parameters,
+            SampleInputs(*parameters),
             first_id=first,
             vocab_size=vocab_size,
             exchange=Exchange(together, rank),

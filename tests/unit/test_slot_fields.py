@@ -13,6 +13,7 @@ from megatron_async.errors import RequestError
 from megatron_async.runner import sampling_stage
 from megatron_async.runner.sampler import sample_tokens
 from megatron_async.runner.slot_state import SlotState
+from megatron_async.sampling.sample import SampleInputs
 from megatron_async.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from megatron_async.step import slot_fields
 from megatron_async.step.packet import PacketLayout
@@ -129,14 +130,14 @@ def test_a_slot_field_may_be_read_by_the_sampler_too(
     """S itself: the sampler is given rows whose slots it is told by the state it reads."""
     sampled: list[torch.Tensor] = []
 
-    def lifting(logits: torch.Tensor, *parameters: torch.Tensor, vocab_size: int) -> Any:
+    def lifting(logits: torch.Tensor, inputs: SampleInputs, *, vocab_size: int) -> Any:
         state = engine.cache.slots
         records = engine.runner._program._row_records[: len(logits)]
         lift = state.tensor(lift_field)[records[:, 0].long()]
         sampled.append(lift.clone())
         logits = logits.clone()
         logits[:, 0] += lift
-        return sample_tokens(logits, *parameters, vocab_size=vocab_size)
+        return sample_tokens(logits, inputs, vocab_size=vocab_size)
 
     monkeypatch.setattr(sampling_stage, "sample_tokens", lifting)
     with engine_at(1) as engine:

@@ -23,6 +23,7 @@ from megatron_async.models.fused.ahead import Refused
 from megatron_async.models.fused.decoder import FusedDecoder
 from megatron_async.models.fused.moe_block import MoeBlock
 from megatron_async.models.fused.report import ATTENTION, MLP
+from megatron_async.sampling.sample import SampleInputs
 from tests.support import emulator, launches
 from tests.support.decode_rig import DecodeRig, bfloat16_model, small
 
@@ -279,7 +280,8 @@ def test_the_sampler_in_triton_takes_over(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sample_triton.cuda_sample, "best_of_rows", too_large)
     monkeypatch.setattr(sample_triton, "_triton_splits", lambda logits, *_, **__: logits)
     logits = torch.zeros(2, 8)
-    assert sample_triton.sample_splits(logits, *(torch.zeros(2) for _ in range(5))) is logits
+    inputs = SampleInputs(*[torch.zeros(2) for _ in range(5)])
+    assert sample_triton.sample_splits(logits, inputs) is logits
 
 
 def test_attention_of_other_steps_is_left_to_triton(

@@ -22,6 +22,7 @@ from megatron_async.kernels.moe import tiles
 from megatron_async.kernels.moe.tiles import MoeTiles, Tile
 from megatron_async.kernels.sampling import sample_cuda
 from megatron_async.kernels.shared_memory import block_limit
+from megatron_async.sampling.sample import SampleInputs
 from megatron_async.sampling_params import SamplingParams
 from tests.support import launches
 from tests.support.compiled_kernels import compiling_for, empty
@@ -281,7 +282,7 @@ def test_kernels_whose_tiles_nobody_chooses_take_little() -> None:
     with compiling_for(None) as found:
         add_norm(of(2, MAX_COLUMNS), of(2, MAX_COLUMNS), of(MAX_COLUMNS), of(MAX_COLUMNS), 1e-5)
         for vocabulary in (264, 262_144):
-            sample_triton.sample_tokens_triton(of(4, vocabulary), *parameters)
+            sample_triton.sample_tokens_triton(of(4, vocabulary), SampleInputs(*parameters))
         rope_append(
             of(2, 18 * 256), of(3, 16, 1, 256), of(3, 16, 1, 256), of(2, dtype=whole),
             of(2, dtype=whole), of(9, 2, 128, dtype=wide), of(256), of(256), 1e-5,

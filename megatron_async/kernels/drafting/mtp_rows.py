@@ -24,6 +24,7 @@ from megatron_async.kernels.sampling import sample_cuda
 from megatron_async.kernels.sampling.sample_cuda import Taken
 from megatron_async.kernels.sampling.sample_triton import best_token, sample_splits
 from megatron_async.kernels.sampling.step_state import SlotState
+from megatron_async.sampling.sample import SampleInputs
 
 NULL_BLOCK = tl.constexpr(NULL_BLOCK_)
 
@@ -186,20 +187,20 @@ def _take_draft_kernel(
     tl.store(by_slot + tl.load(slots + row) * slot_stride, token)
 
 
-def sample_draft(logits: Tensor, parameters: Sequence[Tensor], taken: Taken) -> None:
+def sample_draft(logits: Tensor, inputs: SampleInputs, taken: Taken) -> None:
     """Sample a draft of each row, in one launch where the CUDA C++ sampler takes the logits.
 
     Args:
         logits: ``[R, V]``.
-        parameters: [R] each, as for ``sampling.sample_tokens``, contiguous.
+        inputs: of each row, contiguous.
     """
     if logits.stride(1) == 1 and sample_cuda.why_not(logits, None) is None:
         try:
-            sample_cuda.best_of_rows(logits, parameters, taken=taken)
+            sample_cuda.best_of_rows(logits, inputs, taken=taken)
             return
         except KernelTooLargeError:
             pass  # the sampler below says so
-    take_draft(sample_splits(logits, *parameters, pdl=uses_pdl(logits.device)), taken)
+    take_draft(sample_splits(logits, inputs, pdl=uses_pdl(logits.device)), taken)
 
 
 def take_draft(packed: Tensor, taken: Taken) -> None:

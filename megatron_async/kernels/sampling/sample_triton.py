@@ -26,6 +26,7 @@ from megatron_async.kernels.compile import KernelTooLargeError
 from megatron_async.kernels.pdl import pdl_enter
 from megatron_async.kernels.sampling import sample_cuda as cuda_sample
 from megatron_async.sampling import exact_math, filters, noise, philox
+from megatron_async.sampling.sample import SampleInputs
 
 logger = logging.getLogger(__name__)
 
@@ -336,11 +337,7 @@ def _combine_kernel(packed_ptr, token_ptr, splits, SPLITS: tl.constexpr):
 
 def sample_splits(
     logits: Tensor,
-    inverse_temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    seed: Tensor,
-    position: Tensor,
+    inputs: SampleInputs,
     index: Tensor | None = None,
     *,
     window: int = 1,
@@ -353,7 +350,7 @@ def sample_splits(
     """
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    parameters = [t.contiguous() for t in (inverse_temperature, top_k, top_p, seed, position)]
+    parameters = [t.contiguous() for t in inputs]
     reason = cuda_sample.why_not(logits, index)
     if reason is None:
         try:
@@ -367,7 +364,7 @@ def sample_splits(
 
 def sample_shard(
     logits: Tensor,
-    parameters: Sequence[Tensor],
+    inputs: SampleInputs,
     index: Tensor | None = None,
     *,
     first_id: int,
@@ -378,7 +375,7 @@ def sample_shard(
     ``first_id`` on, a multiple of four. Ids in the result count from 0, and no row has a filter.
     """
     return _triton_splits(
-        logits, [t.contiguous() for t in parameters], index,
+        logits, [t.contiguous() for t in inputs], index,
         window=window, first_id=first_id, pdl=pdl,
     )  # fmt: skip
 
@@ -412,15 +409,15 @@ def _triton_splits(
     return packed
 
 
-def sample_tokens_gpu(logits: Tensor, *parameters: Tensor) -> Tensor:
+def sample_tokens_gpu(logits: Tensor, inputs: SampleInputs) -> Tensor:
     """``sampling.sample_tokens`` on the device of ``logits``, in the CUDA C++ kernel where that
     takes them; arguments are not checked."""
-    return _best_tokens(sample_splits(logits, *parameters)) if len(logits) else _none(logits)
+    return _best_tokens(sample_splits(logits, inputs)) if len(logits) else _none(logits)
 
 
-def sample_tokens_triton(logits: Tensor, *parameters: Tensor) -> Tensor:
+def sample_tokens_triton(logits: Tensor, inputs: SampleInputs) -> Tensor:
     """The same, always in the Triton kernel."""
-    return _best_tokens(_triton_splits(logits, parameters)) if len(logits) else _none(logits)
+    return _best_tokens(_triton_splits(logits, inputs)) if len(logits) else _none(logits)
 
 
 def _none(logits: Tensor) -> Tensor:

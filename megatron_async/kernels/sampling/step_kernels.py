@@ -24,7 +24,7 @@ from megatron_async.kernels.sampling.window_state import (
     finish_windows,
 )
 from megatron_async.sampling.process_logits import Tables
-from megatron_async.sampling.sample import candidates
+from megatron_async.sampling.sample import SampleInputs, candidates
 from megatron_async.sampling.synthetic_acceptance import threshold
 from megatron_async.step import packet
 from megatron_async.step.records import record_width
@@ -181,28 +181,21 @@ class StepKernels:
         return SampledWindows(slots[:rows], tokens, last[:rows], first[:rows])
 
     def _best(self, logits: torch.Tensor, records: torch.Tensor, window: int) -> torch.Tensor:
+        slots = records[:, packet.ROW_SLOT]
+        return sample_splits(logits, self._inputs(), slots, window=window, pdl=self._pdl)
+
+    def _inputs(self) -> SampleInputs:
+        """Of all slots; the position is the slot's length."""
         state = self._state
-        return sample_splits(
-            logits,
-            state.inverse_temperature,
-            state.top_k,
-            state.top_p,
-            state.seed,
-            state.kv_length,
-            records[:, packet.ROW_SLOT],
-            window=window,
-            pdl=self._pdl,
+        return SampleInputs(
+            state.inverse_temperature, state.top_k, state.top_p, state.seed, state.kv_length
         )
 
     def _best_of_ranks(
         self, columns: Columns, logits: torch.Tensor, records: torch.Tensor, window: int
     ) -> torch.Tensor:
-        state = self._state
-        parameters = (
-            state.inverse_temperature, state.top_k, state.top_p, state.seed, state.kv_length,
-        )  # fmt: skip
         best = sample_shard(
-            logits[:, : columns.count], parameters, records[:, packet.ROW_SLOT],
+            logits[:, : columns.count], self._inputs(), records[:, packet.ROW_SLOT],
             first_id=columns.first_id, window=window, pdl=self._pdl,
         )  # fmt: skip
         return columns.best_of_all(best)
