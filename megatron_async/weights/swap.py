@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from megatron_async.config import EngineConfig
 from megatron_async.device.protocol import Device
@@ -22,7 +22,7 @@ RESTART = "restart"
 if TYPE_CHECKING:
     from megatron_async.weights.source import WeightSource
 
-    Source = str | Path | Mapping[str, Any] | WeightSource
+    Source: TypeAlias = str | Path | Mapping[str, Any] | WeightSource
 
 
 class Controller(Protocol):

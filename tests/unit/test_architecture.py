@@ -236,7 +236,7 @@ ASKED_OF_OTHERS = {
     ("megatron_api/llm.py", "max_sequence_length"),
     ("megatron_compat/specs.py", "mtp_process"),
     ("models/adapt.py", "mtp_process"),
-    ("weights/targets.py", "config"),
+    ("checkpoint/targets.py", "config"),
     ("weights/targets.py", "huggingface_names"),
 }
 WITH_PROTOCOLS = {"model", "network", "wrapper", "context", "batch", "controller", "draft_model"}

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import megatron_async
+from megatron_async import megatron_api
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import ConfigError, RequestError
 from megatron_async.models.served import ServedModel
@@ -108,11 +109,11 @@ def test_request_ids_must_be_free() -> None:
 def test_controller_serves_one_engine_alone() -> None:
     controller = megatron_async.TextGenerationController(HashModel())
     config = config_at(1, max_requests=2, block_size_tokens=4, block_count=12)
-    with megatron_async.DynamicInferenceEngine(controller, None, config=config) as engine:
+    with megatron_api.DynamicInferenceEngine(controller, None, config=config) as engine:
         future = engine.add_request(0, list(ASK.prompt), sampling_params(ASK))
         engine.step_modern()
         with pytest.raises(ConfigError, match="new TextGenerationController"):
-            megatron_async.DynamicInferenceEngine(controller, None, config=config)
+            megatron_api.DynamicInferenceEngine(controller, None, config=config)
         while engine.has_unfinished_requests():
             engine.step_modern()
     assert future.result().generated_tokens == decode_alone(ASK)[0]

@@ -355,7 +355,9 @@ def test_files_of_earlier_versions_are_read_and_written_alike(tmp_path: Path) ->
         (4, 3, 0, True), (4, 3, 0, True), (4, 3, 0, False), (4, 3, 0, True),
     ]  # fmt: skip
     extras = Extras(min_p=0.5, bias=((5, 1.5),), bad_words=((3, 4),))
-    params = {"seed": None, "logit_bias": {"5": 1.5}, "bad_words": ["a", [3, 4]]}
+    params = CheckedParams.deserialize(
+        {"seed": None, "logit_bias": {"5": 1.5}, "bad_words": ["a", [3, 4]]}
+    )
     values = (0.1, 0, 1e-37, -(2**63))
     assert [applied.command for applied in run.applied] == [
         commands.AddRequest(

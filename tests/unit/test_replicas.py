@@ -385,7 +385,7 @@ def test_answers_that_are_not_streamed_begin_again_though_they_had_tokens(retrie
             assert [job.generated for job in jobs] == [100] * 6
             for number, answer in enumerate(answers):
                 assert isinstance(answer, list)
-                alone = await asked(client, 100 + number, [number], checked(LONG))
+                alone = await asked(client, 100 + number, [number], LONG)
                 assert answer[0].token_ids == _tokens(alone)
 
     run(test())
