@@ -272,10 +272,7 @@ class Tokenizer:
 
     def stream(self, skip_special_tokens: bool = True) -> DetokenizeStream:
         """A new stream, which agrees with :meth:`detokenize` for the same argument."""
-        skipped = self.special_ids if skip_special_tokens else frozenset()
-        if not self._byte_level:
-            return _WindowStream(self._tokenizer, skipped)
-        return _ByteLevelStream(self._visible_bytes if skip_special_tokens else self._bytes)
+        return self.stream_after((), skip_special_tokens)
 
     def stream_after(
         self, prompt: Sequence[int], skip_special_tokens: bool = True
@@ -284,7 +281,7 @@ class Tokenizer:
         ids. A decoder drops the space in front of a text's first word, which is not the first word
         of what continues it."""
         if self._byte_level:
-            return self.stream(skip_special_tokens)
+            return _ByteLevelStream(self._visible_bytes if skip_special_tokens else self._bytes)
         skipped = self.special_ids if skip_special_tokens else frozenset()
         return _WindowStream(self._tokenizer, skipped, prompt)
 

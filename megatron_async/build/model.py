@@ -21,8 +21,6 @@ from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.models.network import Network
 from megatron_async.models.releasable_weights import move_parameters
 from megatron_async.models.served import ServedModel
-from megatron_async.ranks.messages import LoadModel
-from megatron_async.ranks.start import device_of_rank
 
 
 def load_model(path: str | Path, config: EngineConfig) -> ServedModel:
@@ -41,6 +39,9 @@ def load_model(path: str | Path, config: EngineConfig) -> ServedModel:
     if group is None:
         return load_share(path, config, device)
     try:
+        from megatron_async.ranks.messages import LoadModel
+        from megatron_async.ranks.start import device_of_rank
+
         group.tell(LoadModel(str(path), loading_fields(config)))
         model = load_share(path, config, device_of_rank(device.type))
         group.await_answers()

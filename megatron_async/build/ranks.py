@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,13 +14,12 @@ from megatron_async.config import EngineConfig
 from megatron_async.device import resolve_device
 from megatron_async.device.protocol import Device
 from megatron_async.models.served import ServedModel
-from megatron_async.ranks.group import RankGroup
 from megatron_async.ranks.layout import Layout, check_supported
-from megatron_async.ranks.leader import LeadingRunner
-from megatron_async.ranks.messages import BuildEngine
-from megatron_async.ranks.start import start_group
 from megatron_async.runner.forward_batch import ForwardBatch
 from megatron_async.runner.model_runner import Progress
+
+if TYPE_CHECKING:
+    from megatron_async.ranks.group import RankGroup
 
 
 def start_ranks(config: EngineConfig) -> RankGroup | None:
@@ -32,6 +32,9 @@ def start_ranks(config: EngineConfig) -> RankGroup | None:
     check_supported(layout, config)
     if layout.world_size == 1:
         return None
+    # Modules of ranks are imported where a configuration has several alone.
+    from megatron_async.ranks.start import start_group
+
     device = resolve_device(config.device).type
     return start_group(layout, device, config.rank_timeout_seconds)
 
@@ -52,6 +55,9 @@ def open_on_all_ranks(
     group = model.group
     if group is None:
         return open_here()
+    from megatron_async.ranks.leader import LeadingRunner
+    from megatron_async.ranks.messages import BuildEngine
+
     number = group.next_engine()
     group.tell(BuildEngine(number, spec_to_dict(spec)))
     opened = open_here(make=partial(LeadingRunner, group=group, engine=number))
