@@ -366,7 +366,7 @@ def test_model_is_gone_before_the_baseline_is_built(
 
     def remember(*args: Any, **kwargs: Any) -> BenchmarkModel:
         found = load(*args, **kwargs)
-        models.append(weakref.ref(found.wrapper.model))
+        models.append(weakref.ref(found.network.model))
         return found
 
     def check(*_: Any) -> None:

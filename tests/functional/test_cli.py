@@ -522,3 +522,14 @@ def test_info_says_which_blocks_of_a_model_are_fused(capsys: pytest.CaptureFixtu
     assert (plain["mtp_layers"], drafting["mtp_layers"]) == (0, 2)
     assert f"{drafting['token_bytes']:,} bytes a token: {drafting['layers']} layers" in said
     assert plain["layers"] + 2 == drafting["layers"]
+
+
+def test_info_prints_the_spec_of_an_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--model", "tiny", "--json"]) == 0
+    engine = json.loads(capsys.readouterr().out)["engine"]
+    assert engine["sizes"]["max_requests"] == engine["limits"]["max_requests"] == 64
+    assert engine["drafting"] == ["nothing", 0, False]
+    assert engine["layout"] == {"tensor": 1, "pipeline": 1, "expert": 1}
+    assert main(["info", "--model", "tiny"]) == 0
+    said = f"64 requests of up to {engine['sizes']['max_sequence_length']:,} tokens, "
+    assert said in capsys.readouterr().out
