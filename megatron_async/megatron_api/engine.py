@@ -5,35 +5,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import logging
-import os
 import warnings
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from enum import Enum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_async.config import DEFAULT_ASYNC_DEPTH, MAX_DEPTH, EngineConfig, check_config
+from megatron_async.config import EngineConfig, check_config
 from megatron_async.device import open_device
 from megatron_async.engine import engine
 from megatron_async.engine.api_style import ApiStyle
 from megatron_async.engine.output_processor import TokenOutput
 from megatron_async.engine.request_queue import Prompt
-from megatron_async.errors import ConfigError
 from megatron_async.megatron_api.context import DynamicInferenceContext, LoadedContext, Usage
-from megatron_async.megatron_api.inference_config import EngineSettings, engine_settings
+from megatron_async.megatron_api.engine_config import (
+    changes_of,
+    chunk_of,
+    config_of,
+    fit_length,
+)
+from megatron_async.megatron_api.inference_config import engine_settings
 from megatron_async.megatron_api.main_tables import MAIN_ENGINE_ATTRIBUTES
 from megatron_async.megatron_api.metrics import CaptureStats, MetricsLog, PrefilledTokens
 from megatron_async.megatron_api.model import TextGenerationController, outside_inference_mode
 from megatron_async.megatron_api.names import no_attribute
 from megatron_async.megatron_api.sampling import own_params, own_params_of_all
 from megatron_async.megatron_api.tables import ENGINE_ATTRIBUTES
-from megatron_async.models.network import Network
 from megatron_async.models.served import ServedModel
 from megatron_async.ranks.group import RankGroup
 from megatron_async.request import DynamicInferenceRequest, RequestFuture
-from megatron_async.runner.cache_sizes import CacheSizes
-from megatron_async.runner.forward_batch import ForwardBatch
 from megatron_async.runner.model_runner import Progress
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.scheduler.request_state import State
@@ -41,12 +41,7 @@ from megatron_async.scheduler.request_state import State
 if TYPE_CHECKING:
     from megatron_async.weights.source import WeightSource
 
-
-DEPTH_VARIABLE = "MEGATRON_ASYNC_DEPTH"
-
 MEGATRON_STYLE = ApiStyle(fails_long_requests=True, raises_suspended=True, top_by_text=True)
-
-logger = logging.getLogger(__name__)
 
 
 class EngineState(Enum):
@@ -114,12 +109,12 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
         if enable_chunked_prefill is None:
             enable_chunked_prefill = settings.enable_chunked_prefill
         if config is None:
-            config = _config_of(settings, context, controller)
+            config = config_of(settings, context, controller)
         check_config(config)
-        changes = _changes(context, track_paused_request_events, inference_logging_step_interval)
+        changes = changes_of(context, track_paused_request_events, inference_logging_step_interval)
         if context is not None:
-            _fit_length(controller.served.network, context)
-            chunk = _chunk(context.cache.sizes, config, enable_chunked_prefill)
+            fit_length(controller.served.network, context)
+            chunk = chunk_of(context.cache.sizes, config, enable_chunked_prefill)
             if chunk is not None:
                 enable_chunked_prefill = True
                 changes["prefill_chunk_tokens"] = chunk
@@ -350,78 +345,3 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
 
     def __getattr__(self, name: str) -> Any:
         raise no_attribute(self, name, ENGINE_ATTRIBUTES | MAIN_ENGINE_ATTRIBUTES)
-
-
-def _depth(asynchronous: bool) -> int:
-    """Return the depth of an engine that was given no configuration: the environment says it for
-    scripts that are not to be changed."""
-    text = os.environ.get(DEPTH_VARIABLE)
-    if text is None:
-        return DEFAULT_ASYNC_DEPTH if asynchronous else 0
-    if not text.isdecimal() or int(text) > MAX_DEPTH:
-        raise ConfigError(f"{DEPTH_VARIABLE}={text!r} must be an integer from 0 to {MAX_DEPTH}")
-    return int(text)
-
-
-def _config_of(
-    settings: EngineSettings, context: Any, controller: TextGenerationController
-) -> EngineConfig:
-    """The configuration of an engine that was given none."""
-    model = controller.served.weights_owner
-    seed = None
-    if isinstance(context, DynamicInferenceContext) and context.inference_config is not None:
-        seed = getattr(getattr(model, "config", None), "inference_sampling_seed", None)
-    sizes = {} if context is None else {"max_requests": context.cache.sizes.max_requests}
-    return EngineConfig(
-        **sizes,
-        depth=_depth(settings.inference_async_scheduling),
-        enable_prefix_caching=settings.enable_prefix_caching,
-        track_paused_request_events=settings.track_paused_request_events,
-        inference_logging_step_interval=settings.inference_logging_step_interval,
-        num_speculative_tokens=settings.num_speculative_tokens,
-        random_seed=0 if seed is None else seed,
-    )
-
-
-def _changes(context: Any, track_paused: bool, logging_interval: int) -> dict[str, Any]:
-    """Fields of :class:`EngineConfig` that arguments by name, and the context, say otherwise."""
-    changes: dict[str, Any] = {}
-    if track_paused:
-        changes["track_paused_request_events"] = True
-    if logging_interval:
-        changes["inference_logging_step_interval"] = logging_interval
-    is_ours = isinstance(context, DynamicInferenceContext)
-    if is_ours and not context.use_cuda_graphs_for_non_decode_steps:
-        changes["capture_mixed_steps"] = False
-    return changes
-
-
-def _fit_length(network: Network, context: ForwardBatch) -> None:
-    """Requests may be no longer than the model takes, whatever the context was made for."""
-    most = network.max_sequence_length
-    if most is not None and context.max_sequence_length > most:
-        logger.warning(
-            "max_sequence_length=%d of the context exceeds the model's, which is taken: %d",
-            context.max_sequence_length,
-            most,
-        )
-        context.limit_length(most)
-
-
-def _chunk(sizes: CacheSizes, config: EngineConfig, chunked: bool) -> int | None:
-    """Tokens of a prefill chunk where the context's ``max_tokens`` leaves no room for those that
-    the configuration asks for, or for whole prompts; None where it does."""
-    if sizes.max_tokens is None:
-        return None
-    rows = sizes.max_requests * (1 + sizes.num_speculative_tokens)
-    length = sizes.max_sequence_length
-    wanted = min(config.prefill_chunk_tokens, length) if chunked else length
-    room: int = sizes.max_tokens - rows
-    if room >= wanted:
-        return None
-    if room < 1:
-        raise ConfigError(
-            f"max_tokens={sizes.max_tokens} must be above max_requests times the tokens of a "
-            f"row = {rows}, so that a prompt fits next to the decoding rows"
-        )
-    return room

@@ -231,7 +231,7 @@ def test_a_dense_model_imports_what_it_needs() -> None:
 ASKED_OF_OTHERS = {
     ("checkpoint/distributed.py", "model_config"),
     ("contrib/transformers/stopping/model_calls.py", "_cache"),
-    ("megatron_api/engine.py", "config"),
+    ("megatron_api/engine_config.py", "config"),
     ("megatron_api/llm.py", "decoder"),
     ("megatron_api/llm.py", "max_sequence_length"),
     ("megatron_compat/specs.py", "mtp_process"),
