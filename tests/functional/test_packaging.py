@@ -78,7 +78,7 @@ def test_wheel_holds_every_source_and_asset(wheel: Path) -> None:
     kernels = [*package.glob("kernels/*/*.cu*"), *package.glob("kernels/*/*.json")]
     assets = (package / "assets").rglob("*")
     pages = package.glob("serving/page/*.html")
-    for path in (*package.rglob("*.py"), *kernels, *assets, *pages):
+    for path in (*package.rglob("*.py"), *package.rglob("*.pyi"), *kernels, *assets, *pages):
         if path.is_file():
             expected.add(path.relative_to(ROOT).as_posix())
     names = {n for n in zipfile.ZipFile(wheel).namelist() if n.startswith("megatron_async/")}

@@ -185,7 +185,7 @@ class StepKernels:
         return sample_splits(logits, self._inputs(), slots, window=window, pdl=self._pdl)
 
     def _inputs(self) -> SampleInputs:
-        """Of all slots; the position is the slot's length."""
+        """The inputs of all slots, at the position that each comes to."""
         state = self._state
         return SampleInputs(
             state.inverse_temperature, state.top_k, state.top_p, state.seed, state.kv_length
