@@ -11,7 +11,6 @@ import torch
 
 from megatron_async.build.ranks import start_ranks
 from megatron_async.checkpoint import Pretrained, load_pretrained
-from megatron_async.checkpoint.generation_config import sampling_defaults
 from megatron_async.checkpoint.path import model_directory
 from megatron_async.config import EngineConfig, check_config
 from megatron_async.device import resolve_device
@@ -19,7 +18,6 @@ from megatron_async.errors import CheckpointError, ConfigError
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.models.network import Network
-from megatron_async.models.releasable_weights import move_parameters
 from megatron_async.models.served import ServedModel
 
 
@@ -62,9 +60,17 @@ def load_share(path: str | Path, config: EngineConfig, device: torch.device) -> 
         allow_non_finite_weights=config.allow_non_finite_weights,
         tokenizer_model=config.tokenizer_model,
     )
-    weights = move_parameters(pretrained.model) if config.enable_sleep_mode else None
+    weights = None
+    if config.enable_sleep_mode:
+        from megatron_async.models.releasable_weights import move_parameters
+
+        weights = move_parameters(pretrained.model)
     network = network_over(pretrained.model, config)
-    defaults = sampling_defaults(model_directory(path)) if config.generation_config else None
+    defaults = None
+    if config.generation_config:
+        from megatron_async.checkpoint.generation_config import sampling_defaults
+
+        defaults = sampling_defaults(model_directory(path))
     draft = None
     if config.draft_model is not None:
         drafting = load_pretrained(

@@ -9,7 +9,6 @@ import torch
 
 from megatron_async.build.runner import Opened, open_runner
 from megatron_async.build.spec import EngineSpec
-from megatron_async.build.spec_dict import spec_to_dict
 from megatron_async.config import EngineConfig
 from megatron_async.device import resolve_device
 from megatron_async.device.protocol import Device
@@ -55,6 +54,7 @@ def open_on_all_ranks(
     group = model.group
     if group is None:
         return open_here()
+    from megatron_async.build.spec_dict import spec_to_dict
     from megatron_async.ranks.leader import LeadingRunner
     from megatron_async.ranks.messages import BuildEngine
 

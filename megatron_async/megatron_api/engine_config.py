@@ -43,7 +43,6 @@ def config_of(
     sizes = {} if context is None else {"max_requests": context.cache.sizes.max_requests}
     return EngineConfig(
         **sizes,
-        inference_async_scheduling=depth > 0,
         depth=depth,
         enable_prefix_caching=settings.enable_prefix_caching,
         track_paused_request_events=settings.track_paused_request_events,
