@@ -33,8 +33,8 @@ from torch.nn.functional import cross_entropy
 
 from megatron_async import DynamicInferenceEngine, EngineConfig, Rollout, SamplingParams
 from megatron_async.checkpoint.load import load_pretrained
-from megatron_async.request import RequestFuture
-from megatron_async.rollouts import RolloutBatch, batch_of
+from megatron_async.request.request import RequestFuture
+from megatron_async.request.rollouts import RolloutBatch, batch_of
 
 PROMPTS = (
     "def read_lines(path):\n",

@@ -11,6 +11,6 @@ if __name__ == "__main__":
     above = Path(__file__).resolve().parents[1]
     sys.path[0] = str(above if (above / "megatron_async").is_dir() else above.parent)
 
-    from megatron_async.inference.cli.main import main
+    from megatron_async.cli.main import main
 
     sys.exit(main(["serve", *sys.argv[1:]]))

@@ -41,7 +41,7 @@ def main() -> int:
     """Run the command line and return its exit status."""
     if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
         _signal.signal(_signal.SIGINT, _interrupted)
-    from megatron_async.inference.cli.main import main as run
+    from megatron_async.cli.main import main as run
 
     status: int = run()
     return status

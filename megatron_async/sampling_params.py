@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from typing import Any
 
-from megatron_async import parameter_checks as checks
 from megatron_async.errors import RequestError
-from megatron_async.parameter_checks import as_integer
+from megatron_async.request import parameter_checks as checks
+from megatron_async.request.parameter_checks import as_integer
 from megatron_async.step.extras import MAX_LOGIT_BIASES
 
 MAX_STOP_TOKEN_IDS = 8

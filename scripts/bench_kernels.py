@@ -28,14 +28,14 @@ from megatron_async.device.bandwidth import copy_bandwidth
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import rope_append
 from megatron_async.kernels.gemm import batch_invariant_triton as gemm
+from megatron_async.models.description.kv_cache_spec import KVCacheSpec
+from megatron_async.models.description.shapes import SHAPES
 from megatron_async.models.fused.tuning import ERROR_LIMIT, Rig, Step, in_turns
-from megatron_async.models.kv_cache_spec import KVCacheSpec
-from megatron_async.models.shapes import SHAPES
-from megatron_async.runner.attention_metadata import AttentionMetadata
-from megatron_async.runner.cache_attention import CacheAttention
-from megatron_async.runner.cache_sizes import CacheSizes
-from megatron_async.runner.forward_batch import ForwardBatch
-from megatron_async.runner.kv_cache import KVCache
+from megatron_async.runner.memory.attention_metadata import AttentionMetadata
+from megatron_async.runner.memory.cache_attention import CacheAttention
+from megatron_async.runner.memory.cache_sizes import CacheSizes
+from megatron_async.runner.memory.forward_batch import ForwardBatch
+from megatron_async.runner.memory.kv_cache import KVCache
 
 MOST_COPIES, ROUND_BYTES = 20, 400e6
 """Copies are made up to this size, several times the L2 cache."""

@@ -25,11 +25,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_async import DynamicInferenceEngine, EngineConfig
-from megatron_async.inference.benchmark.command import length_range
-from megatron_async.inference.benchmark.loads import RaggedLoad, Request, arrivals
-from megatron_async.inference.benchmark.runs import request_figures, run_load
-from megatron_async.inference.benchmark.server_load import Target, figures, run_clients
-from megatron_async.inference.cli.options import DTYPES, FLAGS
+from megatron_async.benchmark.command import length_range
+from megatron_async.benchmark.measuring.loads import RaggedLoad, Request, arrivals
+from megatron_async.benchmark.measuring.runs import request_figures, run_load
+from megatron_async.benchmark.measuring.server_load import Target, figures, run_clients
+from megatron_async.cli.options.options import DTYPES, FLAGS
 
 START_SECONDS = 300
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 8, 8

@@ -22,8 +22,8 @@ from typing import Any
 
 import megatron_async
 from megatron_async.checkpoint.load import load_pretrained
-from megatron_async.config import EngineConfig
-from megatron_async.inference.cli.options import load_engine
+from megatron_async.cli.options.options import load_engine
+from megatron_async.config.engine_config import EngineConfig
 from megatron_async.runner.cuda_graphs import StepGraphs
 
 PACKAGE = Path(megatron_async.__file__).parent

@@ -1,5 +1,5 @@
 """Writes ``docs/megatron.md``: what each name of megatron-core does here, from the tables that the
-code asks. ``tests/unit/test_megatron_names.py`` compares the page with them.
+code asks. ``tests/unit/megatron_api/test_megatron_names.py`` compares the page with them.
 
     python scripts/megatron_names.py > docs/megatron.md
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 import textwrap
 from collections import defaultdict
 
-from megatron_async.inference.cli import megatron_flags
+from megatron_async.cli.options import megatron_flags
 from megatron_async.megatron_api import HOMES, main_tables, tables
 from megatron_async.megatron_api.names import ANY, Entry, Table, releases, works
 

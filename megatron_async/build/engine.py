@@ -9,29 +9,29 @@ from typing import TYPE_CHECKING
 
 from megatron_async.build.runner import Opened
 from megatron_async.build.spec import EngineSpec
-from megatron_async.config import EngineConfig
+from megatron_async.config.engine_config import EngineConfig
+from megatron_async.config.kv_events import kv_events_config
 from megatron_async.device.protocol import Device
 from megatron_async.engine.api_style import ApiStyle
-from megatron_async.engine.driver import Driver
-from megatron_async.engine.engine_thread import StreamTable
-from megatron_async.engine.guidance import Grammars, Guidance
-from megatron_async.engine.loop import DecodeLoop
-from megatron_async.engine.output_processor import OutputProcessor
-from megatron_async.engine.output_sink import SinkQueue
-from megatron_async.engine.request_queue import RequestQueue
-from megatron_async.engine.request_validation import RequestValidator
-from megatron_async.engine.sleep_mode import Memory, SleepMode
+from megatron_async.engine.lifecycle.sleep_mode import Memory, SleepMode
+from megatron_async.engine.requests.guidance import Grammars, Guidance
+from megatron_async.engine.requests.output_processor import OutputProcessor
+from megatron_async.engine.requests.output_sink import SinkQueue
+from megatron_async.engine.requests.request_queue import RequestQueue
+from megatron_async.engine.requests.request_validation import RequestValidator
 from megatron_async.engine.step_lock import StepLock
-from megatron_async.kv_events_config import kv_events_config
+from megatron_async.engine.stepping.driver import Driver
+from megatron_async.engine.stepping.engine_thread import StreamTable
+from megatron_async.engine.stepping.loop import DecodeLoop
 from megatron_async.models.served import ServedModel
-from megatron_async.runner.forward_batch import ForwardBatch
+from megatron_async.runner.memory.forward_batch import ForwardBatch
 from megatron_async.runner.model_runner import ModelRunner
 from megatron_async.scheduler.draft_control import StepCosts
 from megatron_async.scheduler.limits import Limits
 from megatron_async.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from megatron_async.engine.kv_events import KVEventPublisher
+    from megatron_async.engine.lifecycle.kv_events import KVEventPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ def _publish_kv_events(
 ) -> KVEventPublisher | None:
     if config.kv_events_config is None:
         return None
-    from megatron_async.engine.kv_events import publish_kv_events
+    from megatron_async.engine.lifecycle.kv_events import publish_kv_events
 
     return publish_kv_events(
         kv_events_config(config.kv_events_config),

@@ -12,10 +12,10 @@ import torch
 from megatron_async.build.ranks import start_ranks
 from megatron_async.checkpoint import Pretrained, load_pretrained
 from megatron_async.checkpoint.path import model_directory
-from megatron_async.config import EngineConfig, check_config
+from megatron_async.config.engine_config import EngineConfig, check_config
 from megatron_async.device import resolve_device
 from megatron_async.errors import CheckpointError, ConfigError
-from megatron_async.models.config import ModelConfig
+from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.models.network import Network
 from megatron_async.models.served import ServedModel
@@ -68,7 +68,7 @@ def load_share(path: str | Path, config: EngineConfig, device: torch.device) -> 
     network = network_over(pretrained.model, config)
     defaults = None
     if config.generation_config:
-        from megatron_async.checkpoint.generation_config import sampling_defaults
+        from megatron_async.checkpoint.huggingface.generation_config import sampling_defaults
 
         defaults = sampling_defaults(model_directory(path))
     draft = None

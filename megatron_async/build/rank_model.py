@@ -9,11 +9,11 @@ import torch
 from megatron_async.build.model import for_config, load_share, network_over
 from megatron_async.build.runner import open_runner
 from megatron_async.build.spec_dict import config_from_dict, spec_from_dict
-from megatron_async.config import EngineConfig
+from megatron_async.config.engine_config import EngineConfig
 from megatron_async.device.protocol import Device
-from megatron_async.engine.sleep_mode import Memory
+from megatron_async.engine.lifecycle.sleep_mode import Memory
 from megatron_async.models.build import build_random_model
-from megatron_async.models.config import ModelConfig
+from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.served import ServedModel
 from megatron_async.ranks.messages import (
     AwaitTensors,

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from megatron_async.processes.call import Call
 from megatron_async.processes.lifeline import EXIT_ORPHAN, leave_signals_to_parent
-from megatron_async.ranks.call import Line
-from megatron_async.ranks.shared import Shared
+from megatron_async.ranks.rendezvous.call import Line
+from megatron_async.ranks.rendezvous.shared import Shared
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -45,7 +45,7 @@ def follow(
     """
     from megatron_async.errors import ConfigError
     from megatron_async.ranks.follower import join_group
-    from megatron_async.ranks.meeting import environment_store
+    from megatron_async.ranks.rendezvous.meeting import environment_store
     from megatron_async.ranks.start import device_of_rank
 
     if store is None or rank is None:

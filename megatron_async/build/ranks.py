@@ -9,12 +9,12 @@ import torch
 
 from megatron_async.build.runner import Opened, open_runner
 from megatron_async.build.spec import EngineSpec
-from megatron_async.config import EngineConfig
+from megatron_async.config.engine_config import EngineConfig
 from megatron_async.device import resolve_device
 from megatron_async.device.protocol import Device
 from megatron_async.models.served import ServedModel
 from megatron_async.ranks.layout import Layout, check_supported
-from megatron_async.runner.forward_batch import ForwardBatch
+from megatron_async.runner.memory.forward_batch import ForwardBatch
 from megatron_async.runner.model_runner import Progress
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from megatron_async.drafting.choose import make_drafter
 from megatron_async.errors import ConfigError
 from megatron_async.models.network import Network
 from megatron_async.models.served import ServedModel
-from megatron_async.runner.forward_batch import ForwardBatch
-from megatron_async.runner.kv_cache import KVCache
+from megatron_async.runner.memory.forward_batch import ForwardBatch
+from megatron_async.runner.memory.kv_cache import KVCache
 from megatron_async.runner.model_runner import ModelRunner, Progress
 
 logger = logging.getLogger(__name__)

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_async.config import EngineConfig, check_config, draft_windows
+from megatron_async.config.engine_config import EngineConfig, check_config, draft_windows
 from megatron_async.device.memory import GIB
 from megatron_async.drafting.choose import Drafting, choose_drafting, layers_draft
 from megatron_async.errors import ConfigError
-from megatron_async.models.kv_cache_spec import KVCacheSpec
+from megatron_async.models.description.kv_cache_spec import KVCacheSpec
 from megatron_async.models.served import ModelDescription, ServedModel
 from megatron_async.ranks.layout import Layout, check_supported
-from megatron_async.runner.cache_sizes import CacheSizes
-from megatron_async.runner.kv_cache import KVCache
+from megatron_async.runner.memory.cache_sizes import CacheSizes
+from megatron_async.runner.memory.kv_cache import KVCache
 from megatron_async.scheduler.limits import Limits
 
 DEFAULT_CACHE_GIB = {"cpu": 1.0, "cuda": 16.0}

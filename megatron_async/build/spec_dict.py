@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from megatron_async.build.spec import EngineSpec
-from megatron_async.config import EngineConfig
+from megatron_async.config.engine_config import EngineConfig
 from megatron_async.drafting.choose import Drafting
-from megatron_async.models.kv_cache_spec import KVCacheSpec
+from megatron_async.models.description.kv_cache_spec import KVCacheSpec
 from megatron_async.models.served import ModelDescription
 from megatron_async.ranks.layout import Layout
-from megatron_async.runner.cache_sizes import CacheSizes
+from megatron_async.runner.memory.cache_sizes import CacheSizes
 from megatron_async.scheduler.limits import Limits
 
 

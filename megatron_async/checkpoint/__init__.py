@@ -6,8 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_async.checkpoint.distributed import save_distributed
     from megatron_async.checkpoint.load import Pretrained, describe_pretrained, load_pretrained
+    from megatron_async.checkpoint.megatron.distributed import save_distributed
     from megatron_async.checkpoint.native import save_native
 
 __all__ = [

@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from megatron_async.checkpoint import native
-from megatron_async.checkpoint.files import (
-    SINGLE_FILE,
-    Description,
-    stored_shapes,
-    weight_files,
-)
-from megatron_async.checkpoint.finite import check_finite
-from megatron_async.checkpoint.json_file import read_json
-from megatron_async.checkpoint.megatron_root import BACKEND_FILE
+from megatron_async.checkpoint.megatron.megatron_root import BACKEND_FILE
 from megatron_async.checkpoint.path import (
     CONFIG_FILE,
     EMBEDDED,
@@ -28,14 +20,22 @@ from megatron_async.checkpoint.path import (
     random_shape,
     tokenizer_directory,
 )
-from megatron_async.checkpoint.regular_files import is_regular_file
-from megatron_async.checkpoint.stored_size import check_stored_size
+from megatron_async.checkpoint.reading.files import (
+    SINGLE_FILE,
+    Description,
+    stored_shapes,
+    weight_files,
+)
+from megatron_async.checkpoint.reading.finite import check_finite
+from megatron_async.checkpoint.reading.json_file import read_json
+from megatron_async.checkpoint.reading.regular_files import is_regular_file
+from megatron_async.checkpoint.reading.stored_size import check_stored_size
 from megatron_async.errors import CheckpointError, shown
-from megatron_async.models.config import ModelConfig
-from megatron_async.tokenizer import Tokenizer
+from megatron_async.models.description.config import ModelConfig
+from megatron_async.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from megatron_async.checkpoint.distributed_metadata import StoredTensor
+    from megatron_async.checkpoint.reading.distributed_metadata import StoredTensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,8 +72,8 @@ def _describe(directory: Path) -> _Described:
     config_file = directory / CONFIG_FILE
     if not is_regular_file(config_file):
         if is_regular_file(directory / BACKEND_FILE):
-            from megatron_async.checkpoint import megatron_args
-            from megatron_async.checkpoint.distributed_metadata import read_metadata
+            from megatron_async.checkpoint.megatron import megatron_args
+            from megatron_async.checkpoint.reading.distributed_metadata import read_metadata
 
             stored = read_metadata(directory)
             shapes = {name: tensor.shape for name, tensor in stored.items()}
@@ -86,14 +86,17 @@ def _describe(directory: Path) -> _Described:
         description = native.describe(directory, values)
         if is_regular_file(directory / SINGLE_FILE):
             return _Described(description, own, None)
-        from megatron_async.checkpoint.common_file import COMMON_FILE
-        from megatron_async.checkpoint.distributed_metadata import METADATA_FILE, read_metadata
+        from megatron_async.checkpoint.reading.common_file import COMMON_FILE
+        from megatron_async.checkpoint.reading.distributed_metadata import (
+            METADATA_FILE,
+            read_metadata,
+        )
 
         files = (BACKEND_FILE, METADATA_FILE, COMMON_FILE)
         is_distributed = any((directory / file).exists() for file in files)
         return _Described(description, own, read_metadata(directory) if is_distributed else None)
     if "model_type" in values or "architectures" in values:
-        from megatron_async.checkpoint import huggingface
+        from megatron_async.checkpoint.huggingface import huggingface
 
         return _Described(huggingface.describe(directory, values), own, None)
     raise CheckpointError(
@@ -186,13 +189,13 @@ def load_pretrained(
 def _load_weights(directory: Path, described: _Described, model: Any) -> None:
     config = described.model.config
     if described.distributed is not None:
-        from megatron_async.checkpoint.distributed import load_weights as load_distributed
+        from megatron_async.checkpoint.megatron.distributed import load_weights as load_distributed
 
         load_distributed(directory, model, described.distributed)
     elif described.own:
         native.load_weights(directory, config, model)
     else:
-        from megatron_async.checkpoint.huggingface_weights import load_weights
+        from megatron_async.checkpoint.huggingface.huggingface_weights import load_weights
 
         load_weights(directory, config, model)
 

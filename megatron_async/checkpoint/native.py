@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from megatron_async.checkpoint.files import (
+from megatron_async.checkpoint.reading.files import (
     SINGLE_FILE,
     Description,
     dtype_name,
@@ -22,7 +22,7 @@ from megatron_async.checkpoint.files import (
 )
 from megatron_async.checkpoint.targets import Stage, TensorParallel
 from megatron_async.errors import CheckpointError
-from megatron_async.models.config import ModelConfig
+from megatron_async.models.description.config import ModelConfig
 
 FORMAT = "megatron_async"
 FORMAT_VERSION = 1
@@ -134,7 +134,7 @@ def load_weights(directory: Path, config: ModelConfig, model: torch.nn.Module) -
     """Fill ``model``, built from ``config``, with the weights of a native directory.
 
     Raises:
-        CheckpointError: see :func:`megatron_async.checkpoint.files.load_safetensors`.
+        CheckpointError: see :func:`megatron_async.checkpoint.reading.files.load_safetensors`.
     """
     parallel, stage = TensorParallel.current(), Stage.of(model)
     gated = config.gated

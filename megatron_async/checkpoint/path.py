@@ -5,15 +5,15 @@ from __future__ import annotations
 import importlib.resources
 from pathlib import Path
 
-from megatron_async.checkpoint.megatron_root import (
+from megatron_async.checkpoint.megatron.megatron_root import (
     BACKEND_FILE,
     checkpoint_directory,
     tokenizer_directories,
 )
-from megatron_async.checkpoint.regular_files import is_directory, is_regular_file
+from megatron_async.checkpoint.reading.regular_files import is_directory, is_regular_file
 from megatron_async.errors import CheckpointError
-from megatron_async.models.config import ModelConfig
-from megatron_async.tokenizer import TOKENIZER_FILE, Tokenizer
+from megatron_async.models.description.config import ModelConfig
+from megatron_async.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer
 
 CONFIG_FILE = "config.json"
 IN_PACKAGE = ("tiny",)
@@ -39,7 +39,7 @@ def random_shape(path: str | Path) -> ModelConfig | None:
     """
     if not isinstance(path, str) or not path.startswith(RANDOM):
         return None
-    from megatron_async.models.shapes import SHAPES
+    from megatron_async.models.description.shapes import SHAPES
 
     name = path.removeprefix(RANDOM)
     if name not in SHAPES:
@@ -52,7 +52,7 @@ def load_tokenizer(path: str | Path, tokenizer_model: str | Path | None = None) 
     given; raises CheckpointError."""
     shape = random_shape(path)
     if shape is not None and tokenizer_model is None:
-        from megatron_async.models.made_up_tokenizer import made_up_tokenizer
+        from megatron_async.models.description.made_up_tokenizer import made_up_tokenizer
 
         return made_up_tokenizer(shape.vocab_size)
     directory = Path() if shape is not None else model_directory(path)
@@ -80,7 +80,7 @@ def tokenizer_directory(directory: Path, given: str | Path | None = None) -> Pat
             return place
     if not is_regular_file(directory / BACKEND_FILE) or is_regular_file(directory / CONFIG_FILE):
         return None
-    from megatron_async.checkpoint.megatron_tokenizer import stored_tokenizer
+    from megatron_async.checkpoint.megatron.megatron_tokenizer import stored_tokenizer
 
     return stored_tokenizer(directory)
 

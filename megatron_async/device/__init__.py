@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from megatron_async.config import EngineConfig
+    from megatron_async.config.engine_config import EngineConfig
     from megatron_async.device.protocol import Device
 
 TYPES = ("cpu", "cuda")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from megatron_async.config import EngineConfig
+from megatron_async.config.engine_config import EngineConfig
 from megatron_async.errors import ConfigError
 from megatron_async.models.served import ModelDescription, ServedModel
 from megatron_async.runner.drafter import Drafter
-from megatron_async.runner.forward_batch import ForwardBatch
+from megatron_async.runner.memory.forward_batch import ForwardBatch
 
 Source = Literal["nothing", "itself", "model", "ngram", "mtp"]
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_async.runner.attention_metadata import metadata_of_mixed
 from megatron_async.runner.drafter import MixedTokens, SampledRows
-from megatron_async.runner.forward_batch import ForwardBatch
+from megatron_async.runner.memory.attention_metadata import metadata_of_mixed
+from megatron_async.runner.memory.forward_batch import ForwardBatch
 from megatron_async.runner.sampler import sample_tokens
 from megatron_async.sampling.sample import SampleInputs
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from megatron_async.cache.block_allocator import NULL_BLOCK
-from megatron_async.runner.attention_metadata import AttentionMetadata
 from megatron_async.runner.drafter import SampledRows
-from megatron_async.runner.slot_state import SlotState
+from megatron_async.runner.memory.attention_metadata import AttentionMetadata
+from megatron_async.runner.memory.slot_state import SlotState
 
 
 class DraftShape(NamedTuple):

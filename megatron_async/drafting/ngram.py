@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_async.device.memory import must_fit
 from megatron_async.runner.drafter import MixedTokens, SampledRows
-from megatron_async.runner.forward_batch import ForwardBatch
+from megatron_async.runner.memory.forward_batch import ForwardBatch
 
 LONGEST = 4
 """Most tokens that are compared; the longer the match, the better it is, and then the later."""

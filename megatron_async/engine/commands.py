@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from megatron_async.codec import from_plain, to_plain
-from megatron_async.engine.waiters import Waiters
+from megatron_async.engine.stepping.waiters import Waiters
 from megatron_async.errors import RequestError
 from megatron_async.sampling_params import CheckedParams
 from megatron_async.step.extras import Extras

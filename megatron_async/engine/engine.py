@@ -13,7 +13,7 @@ from megatron_async.build.engine import assemble
 from megatron_async.build.model import load_model, over_same_weights
 from megatron_async.build.ranks import open_on_all_ranks
 from megatron_async.build.spec import EngineSpec
-from megatron_async.config import EngineConfig
+from megatron_async.config.engine_config import EngineConfig
 from megatron_async.device import resolve_device
 from megatron_async.device.protocol import Device
 from megatron_async.engine.api_style import OUR_STYLE, ApiStyle
@@ -23,18 +23,18 @@ from megatron_async.engine.commands import (
     PauseRequest,
     ResumeRequest,
 )
-from megatron_async.engine.driver import prompts_with_params
+from megatron_async.engine.lifecycle.sleep_mode import checked_level, tags_of
 from megatron_async.engine.metrics import EngineCounters, NotOverlapped
-from megatron_async.engine.output_processor import TokenOutput
-from megatron_async.engine.output_sink import OutputSink
 from megatron_async.engine.recording import Recorder, RunFile
-from megatron_async.engine.request_queue import Prompt, checked_id
-from megatron_async.engine.sleep_mode import checked_level, tags_of
+from megatron_async.engine.requests.output_processor import TokenOutput
+from megatron_async.engine.requests.output_sink import OutputSink
+from megatron_async.engine.requests.request_queue import Prompt, checked_id
+from megatron_async.engine.stepping.driver import prompts_with_params
 from megatron_async.errors import EngineStoppedError, RequestError
 from megatron_async.models.served import ServedModel
-from megatron_async.request import DynamicInferenceRequest, RequestFuture
-from megatron_async.runner.forward_batch import ForwardBatch
-from megatron_async.runner.kv_cache import KVCache
+from megatron_async.request.request import DynamicInferenceRequest, RequestFuture
+from megatron_async.runner.memory.forward_batch import ForwardBatch
+from megatron_async.runner.memory.kv_cache import KVCache
 from megatron_async.runner.model_runner import Progress
 from megatron_async.sampling_params import CheckedParams, SamplingParams
 from megatron_async.weights.swap import CONTINUE, replace_weights, shared_weights
@@ -532,7 +532,7 @@ class DynamicInferenceEngine:
         It has some of: ``on_span(name, ticket, start_ns, end_ns)`` for "plan", "launch" with "pack"
         and "sample" in it, "wait", "commit" with "output" in it, ticket -1 where a plan found
         nothing to launch; ``on_launch(plan)``; ``on_commit(report)`` with a
-        :class:`~megatron_async.request.StepReport`. Without observers a step pays nothing.
+        :class:`~megatron_async.request.request.StepReport`. Without observers a step pays nothing.
         """
         with self.lock.gate, self.lock.mutex:
             self.loop.observe(observer)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megatron_async.device.protocol import Device
-from megatron_async.engine.loop import DecodeLoop
-from megatron_async.engine.output_processor import OutputProcessor
-from megatron_async.engine.sleep_mode import Memory
+from megatron_async.engine.lifecycle.sleep_mode import Memory
+from megatron_async.engine.requests.output_processor import OutputProcessor
 from megatron_async.engine.step_lock import StepLock
+from megatron_async.engine.stepping.loop import DecodeLoop
 from megatron_async.errors import CacheTooLargeError, EngineStoppedError, RankDiedError
 from megatron_async.ranks.group import RankGroup
 from megatron_async.ranks.leader import LeadingRunner

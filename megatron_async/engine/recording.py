@@ -20,10 +20,10 @@ from typing import IO, Any
 import msgspec
 
 from megatron_async.codec import from_plain, to_plain
-from megatron_async.config import EngineConfig
+from megatron_async.config.engine_config import EngineConfig
 from megatron_async.engine.commands import AddRequest, Command, from_json, to_json
 from megatron_async.errors import ConfigError
-from megatron_async.request import DynamicInferenceRequest
+from megatron_async.request.request import DynamicInferenceRequest
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.step.plan import Plan
 

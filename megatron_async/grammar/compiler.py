@@ -20,7 +20,7 @@ from megatron_async.errors import RequestError
 from megatron_async.grammar import ebnf
 from megatron_async.grammar.matcher import Masks, Matcher
 from megatron_async.grammar.spec import StructuredOutputs
-from megatron_async.tokenizer import Tokenizer
+from megatron_async.tokenizer.tokenizer import Tokenizer
 
 CACHED_GRAMMARS = 64
 STACK_BYTES = 512 << 20
@@ -50,7 +50,7 @@ class GrammarCompiler:
     none of it belongs into the thread that steps the engine.
 
     Args:
-        tokenizer: a :class:`~megatron_async.tokenizer.Tokenizer`, or another object around a
+        tokenizer: a :class:`~megatron_async.tokenizer.tokenizer.Tokenizer`, or another object around a
             ``tokenizers.Tokenizer``, as megatron's and transformers' fast ones are.
         vocab_size: of the model: width of the masks in bits. Ids that the tokenizer does not have
             are never allowed, nor are special tokens.

@@ -17,10 +17,10 @@ HOMES = {
     "CudaGraphSizingDistribution": (f"{_HERE}.inference_config", ""),
     "DynamicInferenceContext": (f"{_HERE}.context", ""),
     "DynamicInferenceEngine": (f"{_HERE}.engine", ""),
-    "DynamicInferenceEvent": ("megatron_async.request", ""),
-    "DynamicInferenceEventType": ("megatron_async.request", ""),
-    "DynamicInferenceRequest": ("megatron_async.request", ""),
-    "DynamicInferenceRequestRecord": ("megatron_async.request", "DynamicInferenceRequest"),
+    "DynamicInferenceEvent": ("megatron_async.request.request", ""),
+    "DynamicInferenceEventType": ("megatron_async.request.request", ""),
+    "DynamicInferenceRequest": ("megatron_async.request.request", ""),
+    "DynamicInferenceRequestRecord": ("megatron_async.request.request", "DynamicInferenceRequest"),
     "EngineState": (f"{_HERE}.engine", ""),
     "EngineSuspendedError": ("megatron_async.errors", ""),
     "GPTInferenceWrapper": (f"{_HERE}.model", ""),
@@ -32,7 +32,7 @@ HOMES = {
     "PrefixCachingCoordinatorPolicy": (f"{_HERE}.inference_config", ""),
     "PrefixCachingEvictionPolicy": (f"{_HERE}.inference_config", ""),
     "SamplingParams": ("megatron_async.sampling_params", ""),
-    "Status": ("megatron_async.request", ""),
+    "Status": ("megatron_async.request.request", ""),
     "TextGenerationController": (f"{_HERE}.model", ""),
 }
 """Where each name lives, and what it is called there if it is called something else;

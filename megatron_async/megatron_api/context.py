@@ -8,17 +8,22 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_async.build.spec import CHUNKS_AT_ONCE
-from megatron_async.config import MAX_COUNT, EngineConfig, check_buffer_size, check_integer
+from megatron_async.config.engine_config import (
+    MAX_COUNT,
+    EngineConfig,
+    check_buffer_size,
+    check_integer,
+)
 from megatron_async.errors import ConfigError, shown
 from megatron_async.megatron_api.inference_config import context_keywords
 from megatron_async.megatron_api.model import outside_inference_mode
 from megatron_async.megatron_api.names import check_keywords, no_attribute
 from megatron_async.megatron_api.tables import CONTEXT, CONTEXT_ATTRIBUTES
-from megatron_async.models.kv_cache_spec import KVCacheSpec
-from megatron_async.runner.cache_sizes import DEFAULT_BLOCK_SIZE_TOKENS, CacheSizes
+from megatron_async.models.description.kv_cache_spec import KVCacheSpec
 from megatron_async.runner.cuda_graphs import row_buckets
-from megatron_async.runner.forward_batch import ForwardBatch
-from megatron_async.runner.kv_cache import KVCache
+from megatron_async.runner.memory.cache_sizes import DEFAULT_BLOCK_SIZE_TOKENS, CacheSizes
+from megatron_async.runner.memory.forward_batch import ForwardBatch
+from megatron_async.runner.memory.kv_cache import KVCache
 
 MAX_DERIVED_REQUESTS = 256
 """Rows that ``max_requests=None`` comes to at most, as many as vLLM runs by default."""

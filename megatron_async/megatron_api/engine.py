@@ -11,12 +11,12 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_async.config import EngineConfig, check_config
+from megatron_async.config.engine_config import EngineConfig, check_config
 from megatron_async.device import open_device
 from megatron_async.engine import engine
 from megatron_async.engine.api_style import ApiStyle
-from megatron_async.engine.output_processor import TokenOutput
-from megatron_async.engine.request_queue import Prompt
+from megatron_async.engine.requests.output_processor import TokenOutput
+from megatron_async.engine.requests.request_queue import Prompt
 from megatron_async.megatron_api.context import DynamicInferenceContext, LoadedContext, Usage
 from megatron_async.megatron_api.engine_config import (
     changes_of,
@@ -33,7 +33,7 @@ from megatron_async.megatron_api.sampling import own_params, own_params_of_all
 from megatron_async.megatron_api.tables import ENGINE_ATTRIBUTES
 from megatron_async.models.served import ServedModel
 from megatron_async.ranks.group import RankGroup
-from megatron_async.request import DynamicInferenceRequest, RequestFuture
+from megatron_async.request.request import DynamicInferenceRequest, RequestFuture
 from megatron_async.runner.model_runner import Progress
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.scheduler.request_state import State

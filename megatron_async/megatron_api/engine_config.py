@@ -6,14 +6,14 @@ import logging
 import os
 from typing import Any
 
-from megatron_async.config import DEFAULT_ASYNC_DEPTH, MAX_DEPTH, EngineConfig
+from megatron_async.config.engine_config import DEFAULT_ASYNC_DEPTH, MAX_DEPTH, EngineConfig
 from megatron_async.errors import ConfigError
 from megatron_async.megatron_api.context import DynamicInferenceContext
 from megatron_async.megatron_api.inference_config import EngineSettings
 from megatron_async.megatron_api.model import TextGenerationController
 from megatron_async.models.network import Network
-from megatron_async.runner.cache_sizes import CacheSizes
-from megatron_async.runner.forward_batch import ForwardBatch
+from megatron_async.runner.memory.cache_sizes import CacheSizes
+from megatron_async.runner.memory.forward_batch import ForwardBatch
 
 DEPTH_VARIABLE = "MEGATRON_ASYNC_DEPTH"
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_async.config import EngineConfig
+from megatron_async.config.engine_config import EngineConfig
 from megatron_async.errors import ConfigError, RequestError
 from megatron_async.megatron_api.context import DynamicInferenceContext
 from megatron_async.megatron_api.engine import DynamicInferenceEngine
@@ -18,7 +18,7 @@ from megatron_async.megatron_api.main_tables import LLM
 from megatron_async.megatron_api.model import GPTInferenceWrapper, TextGenerationController
 from megatron_async.megatron_api.names import check_keywords, no_attribute
 from megatron_async.models.adapt import unwrapped
-from megatron_async.request import DynamicInferenceRequest
+from megatron_async.request.request import DynamicInferenceRequest
 
 Prompts = str | list[int] | list[str] | list[list[int]]
 

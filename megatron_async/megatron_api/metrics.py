@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_async.request import StepReport
+from megatron_async.request.request import StepReport
 from megatron_async.runner.model_runner import Progress
 from megatron_async.step.plan import Plan
 

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import HashStore
 
 from megatron_async.errors import ConfigError
 from megatron_async.megatron_compat.shims import apply
-from megatron_async.ranks.unix_group import BACKEND
+from megatron_async.ranks.rendezvous.unix_group import BACKEND
 
 
 def ensure_parallel_state(tensor: int = 1) -> None:

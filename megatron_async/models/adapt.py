@@ -9,13 +9,13 @@ import torch
 from megatron_async.errors import ConfigError
 from megatron_async.megatron_compat.classes import HYBRID_STACK
 from megatron_async.megatron_compat.specs import mtp_inner_layer, number_mtp_layers
-from megatron_async.models.attention import PagedSelfAttention
 from megatron_async.models.build import attach_rotary
 from megatron_async.models.gpt import ADAPTED, GPTModel, Inference
-from megatron_async.models.latent_attention import PagedLatentAttention
+from megatron_async.models.layers.attention import PagedSelfAttention
+from megatron_async.models.layers.latent_attention import PagedLatentAttention
+from megatron_async.models.layers.rope import RotaryTable
 from megatron_async.models.mamba.adapt import adapt_mixer, check_mixer, is_mamba_layer
 from megatron_async.models.moe.adapt import adapt_experts, check_experts
-from megatron_async.models.rope import RotaryTable
 
 from megatron.core.transformer.attention import SelfAttention  # isort: skip
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip

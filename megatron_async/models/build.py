@@ -14,11 +14,11 @@ from megatron_async.device.memory import GIB, memory_bytes
 from megatron_async.errors import ConfigError
 from megatron_async.megatron_compat.specs import number_mtp_layers
 from megatron_async.models import parallel
-from megatron_async.models.attention import PagedAttention
-from megatron_async.models.config import ModelConfig
+from megatron_async.models.description.config import ModelConfig
+from megatron_async.models.description.memory_traffic import weight_bytes
 from megatron_async.models.gpt import GPTModel
-from megatron_async.models.memory_traffic import weight_bytes
-from megatron_async.models.rope import RotaryTable
+from megatron_async.models.layers.attention import PagedAttention
+from megatron_async.models.layers.rope import RotaryTable
 from megatron_async.models.spec import gpt_block_spec, link_norms, mtp_block_spec
 
 from megatron.core import parallel_state  # isort: skip
@@ -298,15 +298,15 @@ def attach_features(model: GPTModel, config: ModelConfig) -> None:
                         norm.eps = latent.norm_epsilon
     if model.pre_process:
         if config.embedding_multiplier != 1:
-            from megatron_async.models.scaled_layers import scale_embedding
+            from megatron_async.models.layers.scaled_layers import scale_embedding
 
             scale_embedding(model.embedding, config.embedding_multiplier)
         if parallel_state.get_tensor_model_parallel_world_size() > 1:
-            from megatron_async.models.sharded_embedding import shard_embedding
+            from megatron_async.models.layers.sharded_embedding import shard_embedding
 
             shard_embedding(model.embedding)
     if model.post_process and (config.logit_multiplier != 1 or config.logit_soft_cap is not None):
-        from megatron_async.models.scaled_layers import scale_logits
+        from megatron_async.models.layers.scaled_layers import scale_logits
 
         scale_logits(model.output_layer, config.logit_multiplier, config.logit_soft_cap)
 

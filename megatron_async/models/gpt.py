@@ -17,11 +17,11 @@ from megatron_async.megatron_compat.classes import (
     MAMBA_MODEL,
     MODEL_BASE,
 )
-from megatron_async.models.config import ModelConfig
-from megatron_async.models.rope import RotaryTable
+from megatron_async.models.description.config import ModelConfig
+from megatron_async.models.layers.rope import RotaryTable
 
 if TYPE_CHECKING:
-    from megatron_async.checkpoint.family import Names
+    from megatron_async.checkpoint.huggingface.family import Names
 
 from megatron.core.models.common.embeddings.language_model_embedding import (  # isort: skip
     LanguageModelEmbedding,

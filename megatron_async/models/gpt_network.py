@@ -15,18 +15,18 @@ from torch import Tensor
 
 from megatron_async.device import waiting_grids
 from megatron_async.models import parallel
-from megatron_async.models.attention import PagedAttention
+from megatron_async.models.description.kv_cache_spec import KVCacheSpec, kv_cache_spec
+from megatron_async.models.description.recurrent_state_spec import recurrent_state_spec
 from megatron_async.models.fused import where
 from megatron_async.models.gpt import GPTModel, Inference
-from megatron_async.models.kv_cache_spec import KVCacheSpec, kv_cache_spec
+from megatron_async.models.layers.attention import PagedAttention
 from megatron_async.models.network import Network
-from megatron_async.models.recurrent_state_spec import recurrent_state_spec
 
 if TYPE_CHECKING:
+    from megatron_async.models.fused.blocks.residual import AllReduce
     from megatron_async.models.fused.decoder import FusedDecoder
     from megatron_async.models.fused.mtp import FusedMtp
     from megatron_async.models.fused.report import DecodeCoverage
-    from megatron_async.models.fused.residual import AllReduce
     from megatron_async.weights.source import WeightSource
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_async.errors import CheckpointError
-from megatron_async.models.kv_cache_spec import KVCacheSpec
+from megatron_async.models.description.kv_cache_spec import KVCacheSpec
+from megatron_async.models.description.recurrent_state_spec import RecurrentStateSpec
 from megatron_async.models.parallel import ModelParallel
-from megatron_async.models.recurrent_state_spec import RecurrentStateSpec
 
 if TYPE_CHECKING:
     from megatron_async.weights.source import WeightSource
@@ -62,7 +62,7 @@ class Network(Protocol):
 
         Args:
             token_ids, position_ids: int64 ``[T]``, the tokens of all rows one after the other.
-            context: the :class:`~megatron_async.runner.forward_batch.ForwardBatch`.
+            context: the :class:`~megatron_async.runner.memory.forward_batch.ForwardBatch`.
 
         Returns:
             Logits ``[R, logits_width]`` of the rows that ``context.last_token_index`` names.

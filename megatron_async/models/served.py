@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_async.device.releasable import Region
 from megatron_async.errors import ConfigError, RequestError
-from megatron_async.models.kv_cache_spec import KVCacheSpec
+from megatron_async.models.description.kv_cache_spec import KVCacheSpec
 from megatron_async.models.network import Network
 
 if TYPE_CHECKING:

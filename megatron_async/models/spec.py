@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_async.megatron_compat import specs
-from megatron_async.models.activation import (
+from megatron_async.models.description.config import ModelConfig
+from megatron_async.models.layers.activation import (
     GEGLU,
     GELU,
     ClampedSwiGLU,
@@ -18,14 +19,8 @@ from megatron_async.models.activation import (
     SquaredReLU,
     SwiGLU,
 )
-from megatron_async.models.attention import NoCoreAttention, PagedSelfAttention
-from megatron_async.models.config import ModelConfig
-from megatron_async.models.norm import (
-    Norm,
-    fusable,
-    head_norm_classes,
-    norm_class,
-)
+from megatron_async.models.layers.attention import NoCoreAttention, PagedSelfAttention
+from megatron_async.models.layers.norm import Norm, fusable, head_norm_classes, norm_class
 from megatron_async.models.padding import padding_mask
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add  # isort: skip
@@ -167,7 +162,7 @@ def _attention_spec(config: ModelConfig, norm: type) -> ModuleSpec:
         of_heads = norm if config.qk_norm_kind == "head" else _norm(config, "cpu")
         q_norm, k_norm = head_norm_classes(of_heads, config.qk_norm_kind)
     if config.latent_attention is not None:
-        from megatron_async.models.latent_attention import PagedLatentAttention
+        from megatron_async.models.layers.latent_attention import PagedLatentAttention
 
         from megatron.core.transformer.multi_latent_attention import (  # isort: skip
             MLASelfAttentionSubmodules,
@@ -209,7 +204,7 @@ def gpt_layer_spec(
     general = general_parts(config, norm)
     module: type = DecoderLayer
     if general is not None:
-        from megatron_async.models.general_layer import GeneralDecoderLayer
+        from megatron_async.models.layers.general_layer import GeneralDecoderLayer
 
         module = GeneralDecoderLayer
     return ModuleSpec(

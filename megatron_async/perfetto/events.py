@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from megatron_async.device.kernel_profiler import DeviceKernel
 from megatron_async.device.protocol import Span
-from megatron_async.engine.host_timeline import HostTimeline
-from megatron_async.engine.loop import NO_TICKET
+from megatron_async.engine.lifecycle.host_timeline import HostTimeline
+from megatron_async.engine.stepping.loop import NO_TICKET
 from megatron_async.perfetto.timeline import DeviceStep, device_steps
-from megatron_async.request import StepReport
+from megatron_async.request.request import StepReport
 
 PROCESS = 1
 HOST_LANE, DEVICE_LANE, FIRST_KERNEL_LANE = 1, 2, 3

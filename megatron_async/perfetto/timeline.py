@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_async.device.protocol import Span
-from megatron_async.engine.loop import NO_TICKET
+from megatron_async.engine.stepping.loop import NO_TICKET
 
 
 class DeviceStep(NamedTuple):

@@ -14,12 +14,12 @@ from megatron_async.errors import IntegrityError, MegatronAsyncError
 from megatron_async.models import parallel
 from megatron_async.models.parallel import ModelParallel
 from megatron_async.ranks import messages, process_group
-from megatron_async.ranks.call import Line
 from megatron_async.ranks.channel import Receiver, RingReceiver
 from megatron_async.ranks.layout import Layout
-from megatron_async.ranks.meeting import connect
 from megatron_async.ranks.messages import ANSWERS, MESSAGES, Done, Failed, Message
-from megatron_async.ranks.shared import Shared
+from megatron_async.ranks.rendezvous.call import Line
+from megatron_async.ranks.rendezvous.meeting import connect
+from megatron_async.ranks.rendezvous.shared import Shared
 from megatron_async.runner.model_runner import ModelRunner
 
 SPIN_SECONDS = {"cpu": 0.0002, "cuda": 0.02}

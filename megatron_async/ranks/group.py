@@ -32,11 +32,11 @@ from megatron_async.processes.child import (
 )
 from megatron_async.processes.heartbeat import Heartbeats
 from megatron_async.ranks import new_weights, process_group
-from megatron_async.ranks.call import BEAT
 from megatron_async.ranks.channel import Sender
 from megatron_async.ranks.layout import Layout
 from megatron_async.ranks.messages import ANSWERS, MESSAGES, Done, Failed, Message, Stop
-from megatron_async.ranks.shared import remove_folder
+from megatron_async.ranks.rendezvous.call import BEAT
+from megatron_async.ranks.rendezvous.shared import remove_folder
 
 T = TypeVar("T")
 EXPLAIN_SECONDS = 3.0

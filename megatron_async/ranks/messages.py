@@ -125,7 +125,7 @@ class Sleep(Told, frozen=True):
 
 
 class WakeUp(Told, frozen=True):
-    """Take memory back: a tag of ``engine/sleep_mode.py``."""
+    """Take memory back: a tag of ``engine/lifecycle/sleep_mode.py``."""
 
     engine: int
     tag: str

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from megatron_async import megatron_compat as compat
 from megatron_async.errors import ConfigError
-from megatron_async.ranks import unix_group
 from megatron_async.ranks.layout import Layout
+from megatron_async.ranks.rendezvous import unix_group
 
 START_TIMEOUT = timedelta(minutes=10)
 """For ranks to find each other, and for a collective."""

@@ -8,16 +8,20 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from megatron_async.config import DEFAULT_RANK_TIMEOUT_SECONDS
+from megatron_async.config.engine_config import DEFAULT_RANK_TIMEOUT_SECONDS
 from megatron_async.errors import ConfigError
 from megatron_async.processes.call import Call
 from megatron_async.processes.child import Child, end_processes
-from megatron_async.ranks.call import WAKE
 from megatron_async.ranks.channel import ConnectionSender, RingSender, Sender
 from megatron_async.ranks.group import RankGroup, check_free
 from megatron_async.ranks.layout import Layout
-from megatron_async.ranks.meeting import accept_all, environment_number, environment_store
-from megatron_async.ranks.shared import Shared, make_folder, remove_folder
+from megatron_async.ranks.rendezvous.call import WAKE
+from megatron_async.ranks.rendezvous.meeting import (
+    accept_all,
+    environment_number,
+    environment_store,
+)
+from megatron_async.ranks.rendezvous.shared import Shared, make_folder, remove_folder
 
 FOLLOWER_MODULE = "megatron_async.build.rank_process"
 

@@ -23,7 +23,7 @@ from megatron_async.errors import (
 from megatron_async.replicas.replica import Replica, sum_of
 from megatron_async.replicas.roster import Directory, Listing
 from megatron_async.replicas.routing import PrefixRouter
-from megatron_async.serving.changes import Changes
+from megatron_async.serving.http.changes import Changes
 from megatron_async.serving.messages import (
     Control,
     EngineInfo,
@@ -46,8 +46,8 @@ OF_ONE = frozenset({"info", "live", "profile"})
 
 class ReplicasClient:
     """Gives requests of one front end to replicas, and hands out what they bring. What the front
-    end needs of it is the same as of an :class:`~megatron_async.serving.engine_client.EngineClient`
-    (:class:`~megatron_async.serving.generation.Client`), and so is what belongs where.
+    end needs of it is the same as of an :class:`~megatron_async.serving.front_end.engine_client.EngineClient`
+    (:class:`~megatron_async.serving.front_end.generation.Client`), and so is what belongs where.
 
     Args:
         directory: which replicas there are.

@@ -10,18 +10,18 @@ from typing import Any, Protocol
 
 import msgspec
 
+from megatron_async.config.kv_events import kv_events_config
 from megatron_async.errors import (
     EngineDeadError,
     EngineGivenUpError,
     EngineStalledError,
     MegatronAsyncError,
 )
-from megatron_async.kv_events_config import kv_events_config
 from megatron_async.processes.messages import NotStarted
 from megatron_async.replicas.roster import Member
-from megatron_async.serving.engine_client import EngineClient
+from megatron_async.serving.engine_side.stall_watch import STALL_SECONDS
+from megatron_async.serving.front_end.engine_client import EngineClient
 from megatron_async.serving.messages import Control, Endpoint, Kept, Launch
-from megatron_async.serving.stall_watch import STALL_SECONDS
 from megatron_async.serving.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from megatron_async.serving.front_end.metrics import PREFIX, EngineCollector
 from megatron_async.serving.messages import Snapshot
-from megatron_async.serving.metrics import PREFIX, EngineCollector
 
 
 class Replicas(Protocol):

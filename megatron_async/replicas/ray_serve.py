@@ -29,12 +29,12 @@ from megatron_async.replicas.engine_replica import EngineReplica, ReplicaSetting
 from megatron_async.replicas.metrics import ReplicasCollector
 from megatron_async.replicas.roster import Listing, Member, Roster
 from megatron_async.replicas.routing import DEFAULT_MOST_EXTRA, PrefixRouter
-from megatron_async.serving.app import make_app
-from megatron_async.serving.build import FrontendSettings, frontend_over
-from megatron_async.serving.frontend import Frontend
-from megatron_async.serving.http_server import connected
+from megatron_async.serving.front_end.build import FrontendSettings, frontend_over
+from megatron_async.serving.http.app import make_app
+from megatron_async.serving.http.frontend import Frontend
+from megatron_async.serving.http.http_server import connected
+from megatron_async.serving.http.tracing import make_provider
 from megatron_async.serving.messages import Kept
-from megatron_async.serving.tracing import make_provider
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from megatron_async.errors import EngineDeadError
 from megatron_async.replicas.roster import Member
-from megatron_async.serving.changes import Changes
-from megatron_async.serving.engine_client import EngineClient
+from megatron_async.serving.front_end.engine_client import EngineClient
+from megatron_async.serving.http.changes import Changes
 from megatron_async.serving.messages import Control, Snapshot
 
 

@@ -15,8 +15,8 @@ from megatron_async.models.network import Network
 from megatron_async.runner.cuda_graphs import StepGraphs, row_buckets, token_buckets
 from megatron_async.runner.drafter import Drafter
 from megatron_async.runner.extras_tables import ExtrasTables
-from megatron_async.runner.forward_batch import ForwardBatch
 from megatron_async.runner.masks import Mask, MaskRing
+from megatron_async.runner.memory.forward_batch import ForwardBatch
 from megatron_async.runner.prompt_log_probs import PromptLogProbs, PromptTargets
 from megatron_async.runner.sampling_stage import SamplingExtras
 from megatron_async.runner.step_program import RowProcessor, StepProgram

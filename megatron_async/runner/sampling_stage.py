@@ -18,8 +18,8 @@ from megatron_async.models.network import Network
 from megatron_async.models.parallel import ModelParallel
 from megatron_async.runner.drafter import Drafter, SampledRows
 from megatron_async.runner.extras_tables import ExtrasTables
-from megatron_async.runner.forward_batch import ForwardBatch
 from megatron_async.runner.masks import MaskRing
+from megatron_async.runner.memory.forward_batch import ForwardBatch
 from megatron_async.runner.sampler import sample_tokens
 from megatron_async.sampling.log_probs import pack, processed_log_probs, token_log_probs
 from megatron_async.sampling.process_logits import advance, process_logits

@@ -17,11 +17,11 @@ from megatron_async.device.cuda import CudaPacketRing, CudaResultRing
 from megatron_async.device.protocol import Device, PacketRing, ResultRing
 from megatron_async.models.network import Network
 from megatron_async.models.parallel import ModelParallel
-from megatron_async.runner.attention_metadata import AttentionMetadata, metadata_of_mixed
 from megatron_async.runner.drafter import Drafter, MixedTokens, SampledRows
-from megatron_async.runner.forward_batch import ForwardBatch
+from megatron_async.runner.memory.attention_metadata import AttentionMetadata, metadata_of_mixed
+from megatron_async.runner.memory.forward_batch import ForwardBatch
+from megatron_async.runner.memory.recurrent_states import RecurrentStates, StepStates
 from megatron_async.runner.prompt_log_probs import PromptLogProbs, PromptTargets
-from megatron_async.runner.recurrent_states import RecurrentStates, StepStates
 from megatron_async.runner.sampling_stage import SamplingExtras, SamplingStage
 from megatron_async.step import packet
 from megatron_async.step.packet import PacketLayout, StepShape, padded_tokens

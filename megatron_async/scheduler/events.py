@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from megatron_async.request import FinishReason
+from megatron_async.request.request import FinishReason
 from megatron_async.step.records import LogProbs
 
 

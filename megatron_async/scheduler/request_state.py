@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from megatron_async.request import FinishReason
+from megatron_async.request.request import FinishReason
 from megatron_async.sampling_params import MAX_STOP_TOKEN_IDS
 from megatron_async.step.extras import Extras
 from megatron_async.step.slot_fields import Values

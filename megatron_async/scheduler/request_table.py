@@ -11,7 +11,7 @@ from megatron_async.cache.prefix_cache import PrefixCache
 from megatron_async.cache.retire_queue import RetireQueue
 from megatron_async.cache.state_snapshots import StateSnapshots
 from megatron_async.errors import IntegrityError
-from megatron_async.request import FinishReason
+from megatron_async.request.request import FinishReason
 from megatron_async.scheduler.events import Change, Event
 from megatron_async.scheduler.limits import Limits
 from megatron_async.scheduler.queue import WaitingQueue

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from megatron_async.cache.block_allocator import BlockAllocator
 from megatron_async.errors import IntegrityError
-from megatron_async.request import DEVICE_ENDS, FinishReason
+from megatron_async.request.request import DEVICE_ENDS, FinishReason
 from megatron_async.scheduler.admission import PromptPlanner, PromptWork
 from megatron_async.scheduler.draft_control import (
     DraftControl,

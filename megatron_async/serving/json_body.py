@@ -16,7 +16,7 @@ import numpy as np
 from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 
-from megatron_async.serving.errors import ApiError
+from megatron_async.serving.http.errors import ApiError
 
 MOST_ITEMS = 1 << 20
 """Values of a body: items of lists, fields of objects, and what holds them."""

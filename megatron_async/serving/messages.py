@@ -16,7 +16,7 @@ from megatron_async.codec import Codec
 from megatron_async.processes.messages import NotStarted, Started, Stop
 from megatron_async.processes.private_folder import check_private_folder, make_private_folder
 from megatron_async.sampling_params import CheckedParams
-from megatron_async.serving.stall_watch import STALL_SECONDS
+from megatron_async.serving.engine_side.stall_watch import STALL_SECONDS
 
 LogProbs = list[tuple[float, dict[int, float]]]
 """For each token its log-probability and the most likely tokens' by id."""
@@ -194,7 +194,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Control(msgspec.Struct, frozen=True, tag=True):
-    """``name`` of the whole engine, one of :data:`megatron_async.serving.controls.CONTROLS`;
+    """``name`` of the whole engine, one of :data:`megatron_async.serving.engine_side.controls.CONTROLS`;
     answered by an :class:`Answer` with the same ``number``."""
 
     number: int

@@ -15,7 +15,7 @@ from megatron_async.serving.messages import Kept, Launch, ToSupervisor
 
 logger = logging.getLogger(__name__)
 
-ENGINE_MODULE = "megatron_async.serving.engine_process"
+ENGINE_MODULE = "megatron_async.serving.engine_side.engine_process"
 STOP_SECONDS = 10.0
 """For the process to end by itself before it is killed."""
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_async.checkpoint.finite import check_finite
-from megatron_async.checkpoint.json_file import one_line
 from megatron_async.checkpoint.native import stored_dtype
+from megatron_async.checkpoint.reading.finite import check_finite
+from megatron_async.checkpoint.reading.json_file import one_line
 from megatron_async.checkpoint.targets import EMBEDDING, OUTPUT, check_has_values
 from megatron_async.errors import CheckpointError
 from megatron_async.weights.source import WeightSource, source_of

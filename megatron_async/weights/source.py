@@ -18,10 +18,10 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from megatron_async.checkpoint.json_file import one_line
-from megatron_async.checkpoint.regular_files import is_directory, is_regular_file
+from megatron_async.checkpoint.reading.json_file import one_line
+from megatron_async.checkpoint.reading.regular_files import is_directory, is_regular_file
 from megatron_async.errors import CheckpointError
-from megatron_async.models.config import ModelConfig
+from megatron_async.models.description.config import ModelConfig
 from megatron_async.weights.announced import BUFFER_BYTES, Group, receive_announced
 from megatron_async.weights.shared_memory import open_weights
 from megatron_async.weights.tensor_info import TensorInfo

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from megatron_async.config import EngineConfig
+from megatron_async.config.engine_config import EngineConfig
 from megatron_async.device.protocol import Device
 from megatron_async.errors import CheckpointError, ConfigError, RequestError
 from megatron_async.models.served import ServedModel

@@ -23,7 +23,7 @@ from megatron_async.errors import CheckpointError
 from megatron_async.weights.tensor_info import TensorInfo
 
 if TYPE_CHECKING:
-    from megatron_async.checkpoint.huggingface_weights import Targets
+    from megatron_async.checkpoint.huggingface.huggingface_weights import Targets
     from megatron_async.models.gpt import GPTModel
 
 Shares = list[Target | None]
@@ -39,7 +39,7 @@ def huggingface_targets(model: GPTModel, names: Collection[str]) -> Targets | No
     family = getattr(model, "huggingface_names", None)
     if family is None or model.model_config is None:
         return None
-    from megatron_async.checkpoint.huggingface_weights import weight_targets
+    from megatron_async.checkpoint.huggingface.huggingface_weights import weight_targets
 
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     targets = weight_targets(

@@ -33,7 +33,7 @@ from tqdm import tqdm
 from megatron_async.checkpoint.native import save_native
 from megatron_async.megatron_compat import installed
 from megatron_async.models.build import build_model
-from megatron_async.models.config import ModelConfig
+from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.gpt import GPTModel
 
 ASSETS = Path(__file__).parents[2] / "megatron_async" / "assets" / "tiny"

@@ -14,18 +14,19 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_async.benchmark import runner, workloads
+from megatron_async.benchmark.measuring import engines, loads
+from megatron_async.benchmark.measuring.engines import make_engine
+from megatron_async.benchmark.measuring.loads import Load
+from megatron_async.benchmark.measuring.runs import run_load, steady_steps
+from megatron_async.benchmark.model import BenchmarkModel
+from megatron_async.benchmark.report import as_table
+from megatron_async.cli.main import main
 from megatron_async.errors import CacheTooLargeError
-from megatron_async.inference.benchmark import engines, loads, runner, workloads
-from megatron_async.inference.benchmark.engines import make_engine
-from megatron_async.inference.benchmark.loads import Load
-from megatron_async.inference.benchmark.model import BenchmarkModel
-from megatron_async.inference.benchmark.report import as_table
-from megatron_async.inference.benchmark.runs import run_load, steady_steps
-from megatron_async.inference.cli.main import main
 from megatron_async.models.build import build_random_model
+from megatron_async.models.description.memory_traffic import floor_ms
+from megatron_async.models.description.shapes import SHAPES
 from megatron_async.models.gpt_network import GPTNetwork
-from megatron_async.models.memory_traffic import floor_ms
-from megatron_async.models.shapes import SHAPES
 
 Capture = pytest.CaptureFixture[str]
 SMALL = ("--shape", "tiny-llama", "--prompt-tokens", "8", "--new-tokens", "24", "--device", "cpu")

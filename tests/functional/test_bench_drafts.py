@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_async.benchmark.measuring.loads import Load
+from megatron_async.benchmark.model import BenchmarkModel
+from megatron_async.benchmark.report import as_table
 from megatron_async.checkpoint import load_pretrained
+from megatron_async.cli.main import main
 from megatron_async.errors import ConfigError
-from megatron_async.inference.benchmark.loads import Load
-from megatron_async.inference.benchmark.model import BenchmarkModel
-from megatron_async.inference.benchmark.report import as_table
-from megatron_async.inference.cli.main import main
 from megatron_async.sampling.synthetic_acceptance import synthetic_bits, threshold
 
 Capture = pytest.CaptureFixture[str]

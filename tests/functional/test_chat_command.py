@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from megatron_async.checkpoint.path import model_directory
+from megatron_async.cli.main import main
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.inference.cli.main import main
 from megatron_async.sampling_params import SamplingParams
-from megatron_async.serving.chat_template import ChatTemplates
+from megatron_async.serving.chat.chat_template import ChatTemplates
 
 Capture = pytest.CaptureFixture[str]
 Chats = list[list[dict[str, str]]]

@@ -17,16 +17,16 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_async.checkpoint import save_native
+from megatron_async.cli.main import main
+from megatron_async.cli.output.writers import JsonWriter
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.inference.cli.main import main
-from megatron_async.inference.cli.writers import JsonWriter
-from megatron_async.inference.verify import decode as decode_module
-from megatron_async.inference.verify.scenarios import TABLE
-from megatron_async.inference.verify.workload import Witnesses
 from megatron_async.megatron_compat import TRIED, installed
 from megatron_async.models.build import build_model
-from megatron_async.models.config import ModelConfig
-from megatron_async.request import DynamicInferenceRequest
+from megatron_async.models.description.config import ModelConfig
+from megatron_async.request.request import DynamicInferenceRequest
+from megatron_async.verify import decode as decode_module
+from megatron_async.verify.scenarios import TABLE
+from megatron_async.verify.workload import Witnesses
 
 END = 256
 MAX_LENGTH = 256

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from megatron_async.cli.main import main
+from megatron_async.cli.options.options import SAMPLING, STRUCTURES
+from megatron_async.cli.options.prompts import Job
+from megatron_async.cli.output.writers import JsonWriter
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.engine.siblings import sibling_seed
-from megatron_async.inference.cli.main import main
-from megatron_async.inference.cli.options import SAMPLING, STRUCTURES
-from megatron_async.inference.cli.prompts import Job
-from megatron_async.inference.cli.writers import JsonWriter
-from megatron_async.request import DynamicInferenceRequest, FinishReason
+from megatron_async.engine.requests.siblings import sibling_seed
+from megatron_async.request.request import DynamicInferenceRequest, FinishReason
 from megatron_async.sampling_params import SamplingParams
 
 Capture = pytest.CaptureFixture[str]

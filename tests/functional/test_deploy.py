@@ -16,11 +16,11 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from megatron_async.cli.main import build_parser
 from megatron_async.engine.metrics import EngineCounters
-from megatron_async.inference.cli.main import build_parser
-from megatron_async.serving.http_server import ABORT_SECONDS
+from megatron_async.serving.front_end.metrics import GAUGES, EngineCollector, ServerMetrics
+from megatron_async.serving.http.http_server import ABORT_SECONDS
 from megatron_async.serving.messages import Snapshot
-from megatron_async.serving.metrics import GAUGES, EngineCollector, ServerMetrics
 from megatron_async.serving.supervisor import STOP_SECONDS
 
 ROOT = Path(__file__).parents[2]

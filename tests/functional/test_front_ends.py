@@ -20,11 +20,11 @@ import pytest
 
 from megatron_async.errors import FrontEndDeadError
 from megatron_async.sampling_params import SamplingParams
-from megatron_async.serving import front_ends
-from megatron_async.serving.build import FrontendSettings
-from megatron_async.serving.front_ends import FrontEnds
-from megatron_async.serving.frontend import ServerConfig
-from megatron_async.serving.http_server import open_socket
+from megatron_async.serving.front_end import front_ends
+from megatron_async.serving.front_end.build import FrontendSettings
+from megatron_async.serving.front_end.front_ends import FrontEnds
+from megatron_async.serving.http.frontend import ServerConfig
+from megatron_async.serving.http.http_server import open_socket
 from megatron_async.serving.messages import Endpoint
 from tests.support.engines import config_at
 from tests.support.patience import PATIENCE_SECONDS

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_async.inference.cli.main import build_parser
+from megatron_async.cli.main import build_parser
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "measure"
 

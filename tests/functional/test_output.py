@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_async.inference.cli.main import main
-from megatron_async.inference.cli.output_file import OutputFile
-from megatron_async.inference.verify import command as verify
+from megatron_async.cli.main import main
+from megatron_async.cli.output.output_file import OutputFile
+from megatron_async.verify import command as verify
 
 Capture = pytest.CaptureFixture[str]
 SMALL = ("--shape", "tiny-llama", "--prompt-tokens", "8", "--device", "cpu")

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from megatron_async.inference.cli.main import build_parser
+from megatron_async.cli.main import build_parser
 from megatron_async.version import __version__
 
 ROOT = Path(__file__).parents[2]
@@ -137,9 +137,7 @@ def test_installed_wheel_runs_away_from_the_checkout(wheel: Path, tmp_path: Path
     site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
     subprocess.run([*pip, "--target", str(site), str(wheel)], check=True)
-    code = (
-        "import megatron_async.inference.cli.main as cli; print(cli.__file__); cli.main(['info'])"
-    )
+    code = "import megatron_async.cli.main as cli; print(cli.__file__); cli.main(['info'])"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(site)},

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 import megatron_async
-from megatron_async.config import EngineConfig
+from megatron_async.config.engine_config import EngineConfig
 from tests.support.patience import PATIENCE_SECONDS
 from tests.support.real_server import RealServer, real_server
 from tests.support.served_engine import run
@@ -194,8 +194,8 @@ def test_the_application_serves_in_another_one_and_scales(cluster: None) -> None
 
     from megatron_async.replicas.engine_replica import ReplicaSettings
     from megatron_async.replicas.ray_serve import Plan, application
-    from megatron_async.serving.build import FrontendSettings
-    from megatron_async.serving.frontend import ServerConfig
+    from megatron_async.serving.front_end.build import FrontendSettings
+    from megatron_async.serving.http.frontend import ServerConfig
 
     config = EngineConfig(device="cpu", inference_async_scheduling=True, max_requests=8)
     settings = ReplicaSettings(

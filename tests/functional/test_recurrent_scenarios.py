@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.inference.verify.reference import Prepared, prepare_all
-from megatron_async.inference.verify.scenarios import TABLE
+from megatron_async.verify.reference import Prepared, prepare_all
+from megatron_async.verify.scenarios import TABLE
 from tests.functional.test_scenarios import run_at
 from tests.support.engines import DEPTHS, config_at, hash_engine
 from tests.support.hybrid_hash_model import HybridHashModel

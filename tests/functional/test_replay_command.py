@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_async.inference.cli.main import main
+from megatron_async.cli.main import main
 
 Capture = pytest.CaptureFixture[str]
 

@@ -8,12 +8,13 @@ from itertools import combinations
 
 import pytest
 
-from megatron_async.config import EngineConfig
+from megatron_async.config.engine_config import EngineConfig
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.inference.verify.decode import Outcome
-from megatron_async.inference.verify.reference import Prepared, prepare_all, scenario_config
-from megatron_async.inference.verify.run import Run
-from megatron_async.inference.verify.scenarios import (
+from megatron_async.request.request import FinishReason
+from megatron_async.verify.decode import Outcome
+from megatron_async.verify.reference import Prepared, prepare_all, scenario_config
+from megatron_async.verify.run import Run
+from megatron_async.verify.scenarios import (
     MAX_LENGTH,
     MAX_NEW_TOKENS,
     TABLE,
@@ -21,7 +22,6 @@ from megatron_async.inference.verify.scenarios import (
     Event,
     Witness,
 )
-from megatron_async.request import FinishReason
 from tests.support.engines import DEPTHS, config_at
 from tests.support.own_thread import stepped_by_its_thread
 

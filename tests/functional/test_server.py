@@ -19,10 +19,10 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from megatron_async.cli.main import main
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.inference.cli.main import main
 from megatron_async.sampling_params import SamplingParams
-from megatron_async.tokenizer import Tokenizer
+from megatron_async.tokenizer.tokenizer import Tokenizer
 from tests.support.engines import config_at, hash_engine
 from tests.support.hash_tokenizer import hash_tokenizer
 from tests.support.patience import PATIENCE_SECONDS
@@ -109,7 +109,7 @@ def test_responses(client: openai.OpenAI) -> None:
 
 
 def test_tool_calls(server: Served, client: openai.OpenAI) -> None:
-    pytest.importorskip("megatron_async.serving.tool_calls")
+    pytest.importorskip("megatron_async.serving.chat.tool_calls")
     schema = {
         "type": "object",
         "properties": {"unit": {"enum": ["C", "F"]}},
@@ -387,7 +387,7 @@ def test_a_model_without_tokenizer_is_served_by_token_ids(
 
 def test_serve_serves_the_embedded_model() -> None:
     pytest.importorskip("megatron_async.serving.supervisor")
-    pytest.importorskip("megatron_async.serving.chat_template")
+    pytest.importorskip("megatron_async.serving.chat.chat_template")
     script = ROOT / "inference" / "text_generation_server.py"
     options = ["--inference-async-scheduling", "--port", "0", "--served-model-name", "m"]
     command = [sys.executable, str(script), *options, "--api-key", "key"]
@@ -450,7 +450,7 @@ def test_wrong_arguments_are_one_line(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("megatron_async.serving.supervisor")
-    pytest.importorskip("megatron_async.serving.chat_template")
+    pytest.importorskip("megatron_async.serving.chat.chat_template")
     try:
         status = main(["serve", "--port", "0", *arguments])
     except SystemExit as exit:

@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_async.benchmark.measuring.loads import Load
+from megatron_async.cli.main import main
 from megatron_async.device import cuda_timeline
 from megatron_async.device.cpu import CpuDevice, Span
 from megatron_async.device.cuda_timeline import CudaTimeline
 from megatron_async.device.kernel_profiler import KernelProfiler, clock_shift_ns, kernels_of
-from megatron_async.engine.host_timeline import HostTimeline
-from megatron_async.inference.benchmark.loads import Load
-from megatron_async.inference.cli.main import main
-from megatron_async.inference.trace import record
+from megatron_async.engine.lifecycle.host_timeline import HostTimeline
 from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.perfetto.events import (
     DEVICE_LANE,
@@ -38,6 +37,7 @@ from megatron_async.perfetto.timeline import (
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.step.plan import Plan
 from megatron_async.step.records import StepResult
+from megatron_async.trace import record
 from tests.support.engines import hash_engine, sampling_params
 from tests.support.oracle import Ask
 from tests.support.patience import PATIENCE_SECONDS

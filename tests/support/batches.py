@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from megatron_async.models.kv_cache_spec import KVCacheSpec
-from megatron_async.runner.cache_sizes import CacheSizes
-from megatron_async.runner.forward_batch import ForwardBatch
-from megatron_async.runner.kv_cache import KVCache
+from megatron_async.models.description.kv_cache_spec import KVCacheSpec
+from megatron_async.runner.memory.cache_sizes import CacheSizes
+from megatron_async.runner.memory.forward_batch import ForwardBatch
+from megatron_async.runner.memory.kv_cache import KVCache
 
 
 def new_batch(

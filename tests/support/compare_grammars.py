@@ -153,7 +153,7 @@ def main() -> None:
     make = {"llguidance": Llguidance, "xgrammar": Xgrammar}[name]
     print(dict(suite_counts(make([bytes([n]) for n in range(256)] + [b""]), Path(suite))))
 
-    from megatron_async.tokenizer import Tokenizer  # imports more than is timed above
+    from megatron_async.tokenizer.tokenizer import Tokenizer  # imports more than is timed above
 
     tokenizer = Tokenizer(tokenizers.Tokenizer.from_file(tokenizer_file))
     tokens = [*map(tokenizer.token_bytes, range(tokenizer.vocab_size)), b""]

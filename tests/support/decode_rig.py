@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from megatron_async.models.build import build_model
-from megatron_async.models.config import ModelConfig
-from megatron_async.runner.forward_batch import ForwardBatch
+from megatron_async.models.description.config import ModelConfig
+from megatron_async.runner.memory.forward_batch import ForwardBatch
 from tests.support.batches import new_batch
 from tests.support.cuda_kernels import relative_error
-from tests.unit.test_forward_accuracy import MODELS, Float64Model, draw_weights, tiny
+from tests.unit.models.test_forward_accuracy import MODELS, Float64Model, draw_weights, tiny
 
 ROWS, TOKENS, BLOCK_SIZE = 3, 5, 16
 Forward = Callable[[Tensor, Tensor, Any, Tensor], None]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_async.runner.drafter import MixedTokens, SampledRows
-from megatron_async.runner.forward_batch import ForwardBatch
+from megatron_async.runner.memory.forward_batch import ForwardBatch
 from megatron_async.sampling.sample import SampleInputs, sample_tokens_reference
 from tests.support.hash_model import VOCAB_SIZE, HashModel, hash_logits
 

@@ -6,12 +6,12 @@ import dataclasses
 import random
 from typing import Any
 
-from megatron_async.config import EngineConfig
+from megatron_async.config.engine_config import EngineConfig
+from megatron_async.config.testing_options import TestingOptions
 from megatron_async.device.protocol import Device
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.models.served import ServedModel
 from megatron_async.sampling_params import SamplingParams
-from megatron_async.testing_options import TestingOptions
 from tests.support.hash_model import VOCAB_SIZE, HashModel
 from tests.support.oracle import Ask
 

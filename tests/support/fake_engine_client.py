@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.engine.siblings import sibling_seed
+from megatron_async.engine.requests.siblings import sibling_seed
 from megatron_async.errors import EngineDeadError, EngineGivenUpError, QueueFullError, RequestError
-from megatron_async.request import DynamicInferenceRequest
+from megatron_async.request.request import DynamicInferenceRequest
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving.messages import Control, EngineInfo, Generate, Output, Snapshot
 from megatron_async.version import __version__

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_async.errors import EngineGivenUpError
-from megatron_async.serving.chat import Chat
-from megatron_async.serving.frontend import Frontend, ServerConfig
-from megatron_async.serving.generation import Generator
-from megatron_async.serving.http_server import open_socket, run, serve, url_of
-from megatron_async.serving.log_prob_shapes import TokenNames
+from megatron_async.serving.chat.chat import Chat
+from megatron_async.serving.endpoints.log_prob_shapes import TokenNames
+from megatron_async.serving.front_end.generation import Generator
+from megatron_async.serving.http.frontend import Frontend, ServerConfig
+from megatron_async.serving.http.http_server import open_socket, run, serve, url_of
 from megatron_async.serving.messages import Control, EngineInfo, Generate, Output, Snapshot
 from megatron_async.version import __version__
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from megatron_async.models.kv_cache_spec import KVCacheSpec
+from megatron_async.models.description.kv_cache_spec import KVCacheSpec
 from megatron_async.models.network import Network
-from megatron_async.runner.forward_batch import ForwardBatch
+from megatron_async.runner.memory.forward_batch import ForwardBatch
 
 VOCAB_SIZE = 61
 MODULUS = 2**31 - 1

@@ -7,7 +7,7 @@ import functools
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatron_async.tokenizer import Tokenizer
+from megatron_async.tokenizer.tokenizer import Tokenizer
 from tests.support.hash_model import VOCAB_SIZE
 
 _CHARACTERS = '{}[]":,.-0123456789abcdefghijklnorstuvxyzĠ'

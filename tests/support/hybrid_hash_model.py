@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_async.models.recurrent_state_spec import RecurrentStateSpec, StateTensor
-from megatron_async.runner.forward_batch import ForwardBatch
-from megatron_async.runner.recurrent_states import RecurrentStates, StepStates
+from megatron_async.models.description.recurrent_state_spec import RecurrentStateSpec, StateTensor
+from megatron_async.runner.memory.forward_batch import ForwardBatch
+from megatron_async.runner.memory.recurrent_states import RecurrentStates, StepStates
 from tests.support.drafting_model import DraftingHashModel
 from tests.support.hash_model import MODULUS, WEIGHTS, HashModel
 

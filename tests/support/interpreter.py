@@ -1,7 +1,7 @@
 """Where tests of Triton kernels run: compiled on a GPU, or in Triton's interpreter on the CPU.
 
 ``TRITON_INTERPRET=1`` counts when a kernel is defined, so interpreted tests need a process of their
-own: ``tests/unit/test_interpreted_kernels.py`` starts it.
+own: ``tests/unit/kernels/test_interpreted_kernels.py`` starts it.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from megatron_async.kernels.gemm.tile_config import (
     padded,
 )
 from megatron_async.kernels.mamba.layer import MambaSizes
-from megatron_async.models.config import ModelConfig
-from megatron_async.models.shapes import SHAPES
+from megatron_async.models.description.config import ModelConfig
+from megatron_async.models.description.shapes import SHAPES
 
 ROWS = (1, 2, 3, 4, 6, 7, 8, 16, 32, 33, 48, 63, 64, 65, 128, 256, 512)
 KERNEL_ROWS = sorted({padded(rows) for rows in ROWS if rows <= MAX_ROWS})

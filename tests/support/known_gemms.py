@@ -11,7 +11,7 @@ from megatron_async.kernels.gemm.tile_config import (
     SILU_GATE,
     STORE,
 )
-from megatron_async.models.shapes import SHAPES
+from megatron_async.models.description.shapes import SHAPES
 
 NORMS = {
     config.hidden_size: LAYER_NORM if config.activation == "gelu_tanh" else RMS_NORM

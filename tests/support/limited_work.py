@@ -1,4 +1,4 @@
-"""What ``serving/limited_worker.py`` does in its tests."""
+"""What ``serving/front_end/limited_worker.py`` does in its tests."""
 
 from __future__ import annotations
 

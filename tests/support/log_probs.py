@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from megatron_async.request import DynamicInferenceRequest
+from megatron_async.request.request import DynamicInferenceRequest
 from tests.support.hash_model import hash_history, hash_logits
 
 History = Callable[[list[int], int], int]

@@ -20,16 +20,16 @@ from megatron_async.cache.block_allocator import BlockAllocator
 from megatron_async.cache.prefix_cache import ROOT, PrefixCache
 from megatron_async.cache.state_snapshots import StateSnapshots
 from megatron_async.device.cpu import CpuDevice, CpuPacketRing, CpuResultRing
-from megatron_async.engine.loop import DecodeLoop
 from megatron_async.engine.metrics import NotOverlapped
+from megatron_async.engine.stepping.loop import DecodeLoop
 from megatron_async.errors import IntegrityError
-from megatron_async.request import FinishReason
+from megatron_async.request.request import FinishReason
 from megatron_async.runner import model_runner as runner
 from megatron_async.runner import sampling_stage as stage
 from megatron_async.runner.cuda_graphs import StepGraphs
-from megatron_async.runner.forward_batch import ForwardBatch
+from megatron_async.runner.memory.forward_batch import ForwardBatch
+from megatron_async.runner.memory.recurrent_states import ChunkStates, DecodeStates, RecurrentStates
 from megatron_async.runner.model_runner import ModelRunner
-from megatron_async.runner.recurrent_states import ChunkStates, DecodeStates, RecurrentStates
 from megatron_async.runner.sampling_stage import SamplingStage
 from megatron_async.runner.step_program import StepProgram
 from megatron_async.sampling.sample import SampleInputs

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from megatron_async.engine import waiters
-from megatron_async.engine.driver import Driver
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.metrics import Idle
-from megatron_async.engine.output_processor import Taken, TokenOutput
+from megatron_async.engine.requests.output_processor import Taken, TokenOutput
+from megatron_async.engine.stepping import waiters
+from megatron_async.engine.stepping.driver import Driver
 from megatron_async.errors import EngineStoppedError
 from tests.support.patience import PATIENCE_SECONDS
 

@@ -30,7 +30,7 @@ from megatron_async import megatron_compat as compat  # noqa: F401  (before mega
 from megatron_async.build.model import load_share, loading_fields
 from megatron_async.build.rank_process import follow
 from megatron_async.checkpoint.path import model_directory
-from megatron_async.config import EngineConfig
+from megatron_async.config.engine_config import EngineConfig
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.recording import read_run
 from megatron_async.engine.replay import replay
@@ -40,7 +40,7 @@ from megatron_async.ranks.group import RankGroup
 from megatron_async.ranks.layout import Layout
 from megatron_async.ranks.messages import LoadModel
 from megatron_async.ranks.start import lead
-from megatron_async.request import DynamicInferenceRequest
+from megatron_async.request.request import DynamicInferenceRequest
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.step.plan import Plan
 from tests.support.own_thread import OwnThread, check_idle_for_a_reason, watched_waiters

@@ -1,4 +1,4 @@
-"""New weights and sleep of an engine over ranks, for ``tests/unit/test_rank_weights.py``.
+"""New weights and sleep of an engine over ranks, for ``tests/unit/ranks/test_rank_weights.py``.
 
 ``python -m tests.support.ranked_weights FOLDER CASE...`` runs :func:`case` on each layout, such as
 ``dense:2,1,1`` (tensor, pipeline, expert), and writes what rank 0 found to ``FOLDER/CASE.json``.
@@ -28,9 +28,9 @@ from megatron_async import megatron_compat as compat  # noqa: F401  (before mega
 from megatron_async.build.model import load_share, loading_fields
 from megatron_async.build.rank_model import RankModel
 from megatron_async.build.rank_process import follow
-from megatron_async.config import EngineConfig
+from megatron_async.config.engine_config import EngineConfig
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.engine.sleep_mode import KV_CACHE, WEIGHTS
+from megatron_async.engine.lifecycle.sleep_mode import KV_CACHE, WEIGHTS
 from megatron_async.errors import CacheTooLargeError
 from megatron_async.ranks.follower import Follower
 from megatron_async.ranks.group import RankGroup

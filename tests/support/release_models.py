@@ -10,7 +10,7 @@ import torch
 
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.models.build import build_model
-from megatron_async.models.config import ModelConfig
+from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.models.served import ServedModel
 from megatron_async.sampling_params import SamplingParams

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_async import megatron_compat as compat
-from megatron_async.checkpoint.distributed import save_distributed
 from megatron_async.checkpoint.load import load_pretrained
+from megatron_async.checkpoint.megatron.distributed import save_distributed
 from megatron_async.models.adapt import adapt_model
 from tests.support import release_stock
 from tests.support.release_models import CONFIGS, model_of, tokens_of
@@ -111,7 +111,7 @@ def scripts(version: str, folder: Path) -> dict[str, Callable[[], Any]]:
 
         llm = "tests/functional/test_megatron_llm_script.py"
         tests = [
-            "tests/unit/test_megatron_names.py::test_names_are_those_of_the_installed_release",
+            "tests/unit/megatron_api/test_megatron_names.py::test_names_are_those_of_the_installed_release",
             "tests/functional/test_megatron_script.py",
             f"{llm}::test_each_way_to_call_gives_the_tokens_of_the_stock_model[async-async]",
             f"{llm}::test_hybrid_models_of_megatron_are_served",

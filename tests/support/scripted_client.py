@@ -10,10 +10,10 @@ from typing import Any
 
 import httpx
 
-from megatron_async.serving.app import make_app
-from megatron_async.serving.frontend import ServerConfig
+from megatron_async.serving.http.app import make_app
+from megatron_async.serving.http.frontend import ServerConfig
 from megatron_async.serving.messages import Control, EngineInfo, Generate, Output, Snapshot
-from megatron_async.tokenizer import Tokenizer
+from megatron_async.tokenizer.tokenizer import Tokenizer
 from megatron_async.version import __version__
 from tests.support.served import NotedMetrics, PlainTemplates, make_front
 

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from megatron_async.serving.engine_client import EngineClient
-from megatron_async.serving.engine_link import Link
+from megatron_async.serving.front_end.engine_client import EngineClient
+from megatron_async.serving.front_end.engine_link import Link
 from megatron_async.serving.messages import Endpoint, EngineInfo, Hello, Snapshot, ToEngine
 from tests.support.patience import PATIENCE_SECONDS
 

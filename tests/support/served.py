@@ -12,13 +12,13 @@ import uvicorn
 
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import RequestError
-from megatron_async.serving.app import make_app
-from megatron_async.serving.chat import Chat
-from megatron_async.serving.frontend import Frontend, ServerConfig
-from megatron_async.serving.generation import Generator
-from megatron_async.serving.http_server import open_socket, url_of
-from megatron_async.serving.log_prob_shapes import TokenNames
-from megatron_async.tokenizer import Tokenizer
+from megatron_async.serving.chat.chat import Chat
+from megatron_async.serving.endpoints.log_prob_shapes import TokenNames
+from megatron_async.serving.front_end.generation import Generator
+from megatron_async.serving.http.app import make_app
+from megatron_async.serving.http.frontend import Frontend, ServerConfig
+from megatron_async.serving.http.http_server import open_socket, url_of
+from megatron_async.tokenizer.tokenizer import Tokenizer
 from tests.support.fake_engine_client import FakeEngineClient
 from tests.support.hash_tokenizer import hash_tokenizer
 from tests.support.patience import PATIENCE_SECONDS

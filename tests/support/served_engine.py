@@ -11,12 +11,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
-from megatron_async.config import EngineConfig
+from megatron_async.config.engine_config import EngineConfig
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import RequestError
 from megatron_async.sampling_params import CheckedParams, SamplingParams
-from megatron_async.serving.engine_client import EngineClient, gather
-from megatron_async.serving.engine_process import EngineProcess
+from megatron_async.serving.engine_side.engine_process import EngineProcess
+from megatron_async.serving.front_end.engine_client import EngineClient, gather
 from megatron_async.serving.messages import Control, Endpoint, Generate, Kept, Launch, Output
 from megatron_async.serving.supervisor import Supervisor
 from tests.support.patience import PATIENCE_SECONDS

@@ -13,11 +13,11 @@ from typing import Any
 import uvicorn
 
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.serving.app import make_app
-from megatron_async.serving.engine_client import EngineClient
-from megatron_async.serving.frontend import ServerConfig
-from megatron_async.serving.http_server import open_socket, url_of
-from megatron_async.serving.no_tokenizer import NoTemplates, NoTokenizer, TokenIds
+from megatron_async.serving.front_end.engine_client import EngineClient
+from megatron_async.serving.front_end.no_tokenizer import NoTemplates, NoTokenizer, TokenIds
+from megatron_async.serving.http.app import make_app
+from megatron_async.serving.http.frontend import ServerConfig
+from megatron_async.serving.http.http_server import open_socket, url_of
 from tests.support.patience import PATIENCE_SECONDS
 from tests.support.served import NotedMetrics, make_front
 from tests.support.served_engine import NoParent, engine_in_thread

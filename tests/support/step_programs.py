@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.models.network import Network
-from megatron_async.runner.forward_batch import ForwardBatch
+from megatron_async.runner.memory.forward_batch import ForwardBatch
 from megatron_async.runner.sampling_stage import SamplingExtras
 from megatron_async.runner.step_program import StepProgram
 from megatron_async.step.packet import PacketLayout

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_async.processes.messages import Started
 from megatron_async.processes.parent import Parent
-from megatron_async.serving.front_ends import ToFrontEnd
+from megatron_async.serving.front_end.front_ends import ToFrontEnd
 from megatron_async.serving.messages import GivenUp
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 
-from megatron_async.request import DynamicInferenceRequest, StepReport
+from megatron_async.request.request import DynamicInferenceRequest, StepReport
 from tests.support.oracle import Ask
 
 

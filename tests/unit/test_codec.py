@@ -15,7 +15,7 @@ import torch
 
 from megatron_async.codec import Codec, from_plain, to_plain
 from megatron_async.errors import RequestError
-from megatron_async.request import DynamicInferenceRequest, Status
+from megatron_async.request.request import DynamicInferenceRequest, Status
 from tests.unit.test_architecture import PACKAGE, ROOT, imports_of
 
 FILES = [*sorted(PACKAGE.rglob("*.py")), *sorted((ROOT / "inference").rglob("*.py"))]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_async.engine.loop import DecodeLoop
+from megatron_async.engine.stepping.loop import DecodeLoop
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_async"

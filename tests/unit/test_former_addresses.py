@@ -25,7 +25,10 @@ def imported_again(former: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         ("megatron_async.weight_transfer", ("SharedWeights", "WeightGroup", "open_weights")),
         ("megatron_async.weight_transfer.shared_weights", ("SharedWeights", "open_weights")),
         ("megatron_async.weight_transfer.weight_group", ("WeightGroup",)),
-        ("megatron_async.checkpoint.parallel_layouts", ("join_shards", "relay", "shard_of")),
+        (
+            "megatron_async.checkpoint.megatron.parallel_layouts",
+            ("join_shards", "relay", "shard_of"),
+        ),
     ],
 )
 def test_new_weights(former: str, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:

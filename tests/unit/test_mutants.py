@@ -33,8 +33,8 @@ from megatron_async.device.cpu import CpuDevice
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.metrics import EngineCounters
 from megatron_async.errors import IntegrityError
-from megatron_async.request import DEVICE_ENDS, DynamicInferenceRequest, FinishReason
-from megatron_async.runner.forward_batch import ForwardBatch
+from megatron_async.request.request import DEVICE_ENDS, DynamicInferenceRequest, FinishReason
+from megatron_async.runner.memory.forward_batch import ForwardBatch
 from megatron_async.scheduler.events import Commit
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.step.plan import Plan

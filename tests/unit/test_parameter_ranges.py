@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from megatron_async.cli.options.options import add_sampling_options
 from megatron_async.errors import RequestError
-from megatron_async.inference.cli.options import add_sampling_options
-from megatron_async.parameter_ranges import INTEGERS, NUMBERS
+from megatron_async.request.parameter_ranges import INTEGERS, NUMBERS
 from megatron_async.sampling_params import SamplingParams
-from megatron_async.serving.megatron_api import MegatronRequest
-from megatron_async.serving.request_shapes import ChatCompletionRequest, CompletionRequest
+from megatron_async.serving.endpoints.megatron_api import MegatronRequest
+from megatron_async.serving.endpoints.request_shapes import ChatCompletionRequest, CompletionRequest
 
 OF_REQUESTS = {**NUMBERS, **INTEGERS}
 SHOWN_AS = {"prompt_logprobs": "top_n_logprobs", "logprobs": "top_n_logprobs"}

@@ -20,7 +20,7 @@ import torch
 from megatron_async.device.cpu import CpuDevice
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import IntegrityError
-from megatron_async.request import DynamicInferenceRequest, FinishReason
+from megatron_async.request.request import DynamicInferenceRequest, FinishReason
 from megatron_async.runner.model_runner import ModelRunner
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.step.plan import Plan, Ticket

@@ -30,7 +30,7 @@ from hypothesis.stateful import (
 )
 
 from megatron_async.engine.metrics import EngineCounters
-from megatron_async.request import DynamicInferenceRequest, Status
+from megatron_async.request.request import DynamicInferenceRequest, Status
 from megatron_async.sampling_params import MAX_STOP_TOKEN_IDS
 from tests.support.drafting_model import DraftingHashModel
 from tests.support.engines import extras_of, hash_engine, sampling_params

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from megatron_async.inference.steps import drive
-from megatron_async.request import StepReport, step_summary
+from megatron_async.engine.stepping.drive import drive
+from megatron_async.request.request import StepReport, step_summary
 from tests.support.engines import hash_engine, sampling_params
 from tests.support.oracle import Ask
 

@@ -9,7 +9,7 @@ import functools
 import importlib
 import pkgutil
 
-from megatron_async.checkpoint.family import Family
+from megatron_async.checkpoint.huggingface.family import Family
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 The state update is the recurrence itself, token by token and in float32, in windows and in prefill
 chunks alike. On the CPU a token's bits therefore depend on the tokens of its sequence alone: not on
 how a prompt is divided into chunks, on windows and drafts, on evictions, or on the other rows
-(``tests/unit/test_mamba_kernels.py``).
+(``tests/unit/kernels/test_mamba_kernels.py``).
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def gated_norm(y: Tensor, z: Tensor, norm: GatedNorm | None) -> Tensor:
 
 
 def _silu(x: Tensor) -> Tensor:
-    """In operations whose bits do not depend on an element's place (``models/activation.py``)."""
+    """In operations whose bits do not depend on an element's place (``models/layers/activation.py``)."""
     return x / (1 + torch.exp(-x))
 
 

@@ -115,7 +115,7 @@ def activate(x: Tensor, activation: ExpertActivation) -> Tensor:
 
 
 def _function(x: Tensor, name: str) -> Tensor:
-    """In operations that treat each element alike on the CPU (``models/activation.py``)."""
+    """In operations that treat each element alike on the CPU (``models/layers/activation.py``)."""
     if name == "silu":
         return x / (1 + torch.exp(-x))
     if name == "quick_gelu":

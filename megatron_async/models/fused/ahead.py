@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from megatron_async.kernels import compile as cuda
-from megatron_async.models.fused.gemms import Work
+from megatron_async.models.fused.blocks.gemms import Work
 
 User = TypeVar("User")
 

@@ -19,10 +19,9 @@ from megatron_async.kernels.gemm.tile_config import (
 )
 from megatron_async.kernels.shared_memory import block_limit
 from megatron_async.megatron_compat.specs import MTP_LAYERS, mtp_inner_layer
-from megatron_async.models.attention import PagedSelfAttention
 from megatron_async.models.fused import where
-from megatron_async.models.fused.moe_block import experts_why_not, is_mixture
-from megatron_async.models.fused.parts import epilogue_of, norm_kind
+from megatron_async.models.fused.blocks.kernel_parameters import epilogue_of, norm_kind
+from megatron_async.models.fused.blocks.moe_block import experts_why_not, is_mixture
 from megatron_async.models.fused.report import (
     ATTENTION,
     EMBEDDING,
@@ -32,6 +31,7 @@ from megatron_async.models.fused.report import (
     PROJECTION,
     Block,
 )
+from megatron_async.models.layers.attention import PagedSelfAttention
 from megatron_async.models.mamba.layers import AttentionLayer, MambaLayer, MlpLayer
 from megatron_async.models.mamba.mixer import MambaMixer
 from megatron_async.models.mamba.states import kernels_why_not

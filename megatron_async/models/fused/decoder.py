@@ -28,13 +28,13 @@ from megatron_async.kernels.gemm.tile_config import (
 from megatron_async.kernels.ranks.peer_sum import PeerWords
 from megatron_async.models.fused import coverage
 from megatron_async.models.fused.ahead import Refused, compile_ahead
-from megatron_async.models.fused.attention_block import AttentionBlock, tokens_of_row
-from megatron_async.models.fused.embedding import EmbeddingBlock
-from megatron_async.models.fused.gemms import Gemm, SkinnyGemms, Work, defines_of
-from megatron_async.models.fused.head import HeadBlock
-from megatron_async.models.fused.mamba_block import MambaBlock
-from megatron_async.models.fused.mlp_block import MlpBlock
-from megatron_async.models.fused.modules import (
+from megatron_async.models.fused.blocks.attention_block import AttentionBlock, tokens_of_row
+from megatron_async.models.fused.blocks.embedding import EmbeddingBlock
+from megatron_async.models.fused.blocks.gemms import Gemm, SkinnyGemms, Work, defines_of
+from megatron_async.models.fused.blocks.head import HeadBlock
+from megatron_async.models.fused.blocks.mamba_block import MambaBlock
+from megatron_async.models.fused.blocks.mlp_block import MlpBlock
+from megatron_async.models.fused.blocks.modules import (
     AttentionModule,
     EmbeddingModule,
     HeadModule,
@@ -42,10 +42,10 @@ from megatron_async.models.fused.modules import (
     MambaModule,
     MlpModule,
 )
-from megatron_async.models.fused.moe_block import ExpertKernels, MoeBlock, is_mixture
-from megatron_async.models.fused.rank_sums import RankSums
+from megatron_async.models.fused.blocks.moe_block import ExpertKernels, MoeBlock, is_mixture
+from megatron_async.models.fused.blocks.rank_sums import RankSums
+from megatron_async.models.fused.blocks.residual import AllReduce, Norm, Step, Workspace
 from megatron_async.models.fused.report import ATTENTION, MLP, Block, DecodeCoverage
-from megatron_async.models.fused.residual import AllReduce, Norm, Step, Workspace
 
 FusedBlock = EmbeddingBlock | AttentionBlock | MlpBlock | MoeBlock | MambaBlock | HeadBlock
 

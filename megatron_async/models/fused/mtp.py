@@ -18,13 +18,14 @@ from megatron_async.kernels.attention import decode_attention
 from megatron_async.kernels.drafting.mtp_input import DraftInput, NormParameters
 from megatron_async.kernels.gemm.tile_config import MAX_ROWS, TileConfig, padded
 from megatron_async.megatron_compat.specs import mtp_inner_layer
-from megatron_async.models.fused import coverage, mtp_blocks
+from megatron_async.models.fused import coverage
 from megatron_async.models.fused.ahead import compile_ahead
-from megatron_async.models.fused.attention_block import AttentionBlock
-from megatron_async.models.fused.gemms import Gemm, SkinnyGemms, Work
-from megatron_async.models.fused.mlp_block import MlpBlock
-from megatron_async.models.fused.modules import AttentionModule, LayerModule, MlpModule
-from megatron_async.models.fused.mtp_blocks import (
+from megatron_async.models.fused.blocks import mtp_blocks
+from megatron_async.models.fused.blocks.attention_block import AttentionBlock
+from megatron_async.models.fused.blocks.gemms import Gemm, SkinnyGemms, Work
+from megatron_async.models.fused.blocks.mlp_block import MlpBlock
+from megatron_async.models.fused.blocks.modules import AttentionModule, LayerModule, MlpModule
+from megatron_async.models.fused.blocks.mtp_blocks import (
     DraftHeadBlock,
     DraftHeadModule,
     DraftStep,
@@ -32,8 +33,8 @@ from megatron_async.models.fused.mtp_blocks import (
     ProjectionBlock,
     ProjectionModule,
 )
+from megatron_async.models.fused.blocks.residual import Norm, Workspace
 from megatron_async.models.fused.report import HEAD, Block
-from megatron_async.models.fused.residual import Norm, Workspace
 
 
 class Runs(Protocol):

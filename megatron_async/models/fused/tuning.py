@@ -29,15 +29,15 @@ from megatron_async.kernels.gemm import skinny_gemm
 from megatron_async.kernels.gemm.tile_choice import deepest, neighbours, short_list, spread
 from megatron_async.kernels.gemm.tile_config import MAX_ROWS, TileConfig, padded
 from megatron_async.models.build import build_random_model
-from megatron_async.models.config import ModelConfig
+from megatron_async.models.description.config import ModelConfig
+from megatron_async.models.description.recurrent_state_spec import recurrent_state_spec
 from megatron_async.models.fused import coverage
+from megatron_async.models.fused.blocks.gemms import Gemm
+from megatron_async.models.fused.blocks.moe_block import is_mixture
 from megatron_async.models.fused.coverage import mtp_blocks
 from megatron_async.models.fused.decoder import FusedDecoder
-from megatron_async.models.fused.gemms import Gemm
-from megatron_async.models.fused.moe_block import is_mixture
 from megatron_async.models.fused.mtp import FusedMtp
 from megatron_async.models.fused.report import PROJECTION
-from megatron_async.models.recurrent_state_spec import recurrent_state_spec
 
 BLOCK_SIZE = 64
 ERROR_LIMIT = 2e-2

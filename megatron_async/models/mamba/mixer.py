@@ -13,11 +13,11 @@ from torch import Tensor
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
 from megatron_async.kernels.mamba.layer import GatedNorm, MambaParameters, MambaSizes
-from megatron_async.models.config import ModelConfig
+from megatron_async.models.description.config import ModelConfig
+from megatron_async.models.description.recurrent_state_spec import StateTensor
 from megatron_async.models.mamba.sequence import mix_sequences
 from megatron_async.models.mamba.shards import mixer_shards
 from megatron_async.models.mamba.states import mix_step, state_tensors
-from megatron_async.models.recurrent_state_spec import StateTensor
 
 from megatron.core.tensor_parallel.layers import (  # isort: skip
     ColumnParallelLinear,

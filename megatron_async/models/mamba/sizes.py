@@ -8,7 +8,7 @@ from megatron_async.errors import CheckpointError
 
 if TYPE_CHECKING:
     from megatron_async.kernels.mamba.layer import MambaSizes
-    from megatron_async.models.config import ModelConfig
+    from megatron_async.models.description.config import ModelConfig
 
 MAMBA, ATTENTION, MLP, EXPERTS = LETTERS = "M*-E"
 """megatron-core's letters of the kinds of layers."""

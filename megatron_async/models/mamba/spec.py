@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
-from megatron_async.models.config import ModelConfig
+from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.mamba.layers import AttentionLayer, MambaLayer, MlpLayer
 from megatron_async.models.mamba.mixer import MambaMixer
 from megatron_async.models.mamba.sizes import ATTENTION, EXPERTS, MAMBA, MLP

@@ -17,8 +17,8 @@ from megatron_async.kernels.mamba.layer import (
 )
 from megatron_async.kernels.mamba.reference import mix_rows, scan_chunks, scan_pieces
 from megatron_async.kernels.mamba.rows import StepRows, WindowRows, rows_of_chunks
-from megatron_async.models.norm import fusable
-from megatron_async.models.recurrent_state_spec import StateTensor
+from megatron_async.models.description.recurrent_state_spec import StateTensor
+from megatron_async.models.layers.norm import fusable
 
 if TYPE_CHECKING:
     from megatron_async.kernels.mamba.kernels import MambaKernels

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from megatron_async.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from megatron_async.models.config import ModelConfig
+    from megatron_async.models.description.config import ModelConfig
 
 
 def check_experts(config: ModelConfig) -> None:

@@ -26,7 +26,7 @@ from megatron_async.kernels.moe.reference import (
     router_logits,
 )
 from megatron_async.models import parallel
-from megatron_async.models.config import ModelConfig
+from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.moe.settings import expert_activation, router_settings
 from megatron_async.models.moe.shards import expert_shards
 

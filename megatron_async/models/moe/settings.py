@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_async.kernels.moe.settings import SIGMOID, ExpertActivation, RouterSettings
-from megatron_async.models.config import ModelConfig
+from megatron_async.models.description.config import ModelConfig
 
 _FUNCTIONS = {
     "swiglu": "silu",

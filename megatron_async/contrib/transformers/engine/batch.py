@@ -9,7 +9,7 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from megatron_async.config import EngineConfig
+from megatron_async.config.engine_config import EngineConfig
 from megatron_async.contrib.transformers.engine.build import engine_of
 from megatron_async.contrib.transformers.engine.requests import output_of, sampling_params
 

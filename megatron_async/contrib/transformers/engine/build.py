@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_async.config import EngineConfig
+from megatron_async.config.engine_config import EngineConfig
 from megatron_async.contrib.transformers.engine.weights import convert_model
 from megatron_async.device import resolve_device
 from megatron_async.engine.engine import DynamicInferenceEngine

@@ -14,12 +14,12 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from megatron_async.config import EngineConfig
+from megatron_async.config.engine_config import EngineConfig
 from megatron_async.contrib.transformers.engine.build import engine_of
 from megatron_async.contrib.transformers.engine.requests import output_of, sampling_params
-from megatron_async.engine.output_processor import Taken
+from megatron_async.engine.requests.output_processor import Taken
 from megatron_async.errors import EngineStoppedError
-from megatron_async.request import DynamicInferenceRequest, FinishReason
+from megatron_async.request.request import DynamicInferenceRequest, FinishReason
 
 LOOK_SECONDS = 0.1
 """How often an iteration looks whether the manager was stopped."""

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from megatron_async.request import DynamicInferenceRequest, FinishReason
+from megatron_async.request.request import DynamicInferenceRequest, FinishReason
 from megatron_async.sampling_params import SamplingParams
 
 DEFAULT_NEW_TOKENS = 20

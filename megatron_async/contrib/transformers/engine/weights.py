@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_async.checkpoint.family import Family
-from megatron_async.checkpoint.finite import check_finite
-from megatron_async.checkpoint.huggingface import family_of
-from megatron_async.checkpoint.huggingface_weights import weight_targets
+from megatron_async.checkpoint.huggingface.family import Family
+from megatron_async.checkpoint.huggingface.huggingface import family_of
+from megatron_async.checkpoint.huggingface.huggingface_weights import weight_targets
+from megatron_async.checkpoint.reading.finite import check_finite
 from megatron_async.checkpoint.targets import Target, TensorParallel
 from megatron_async.device.memory import GIB
 from megatron_async.errors import CheckpointError
 from megatron_async.models.build import build_model
-from megatron_async.models.config import ModelConfig
+from megatron_async.models.description.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 

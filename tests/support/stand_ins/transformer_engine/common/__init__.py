@@ -1,3 +1,3 @@
 """STAND-IN."""
 
-from . import recipe  # noqa: F401
+from tests.support.stand_ins.transformer_engine.common import recipe  # noqa: F401

@@ -1,0 +1,1 @@
+"""Other dense models."""

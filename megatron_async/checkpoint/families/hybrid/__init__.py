@@ -1,0 +1,1 @@
+"""Models with Mamba-2 layers."""

@@ -1,0 +1,1 @@
+"""Dense models in the manner of Llama."""

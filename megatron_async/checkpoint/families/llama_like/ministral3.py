@@ -1,0 +1,42 @@
+"""Ministral 3: queries grow with the logarithm of their position (Llama 4's scaling)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_async.checkpoint.huggingface.family import Family
+from megatron_async.checkpoint.reading.fields import Fields
+
+ROPE = {
+    "type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+def config(fields: Fields) -> dict[str, Any]:
+    rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    return {
+        "qkv_bias": False,
+        "attention_output_bias": False,
+        "mlp_bias": False,
+        "sliding_window": fields.optional("sliding_window", int),
+        "query_scaling_beta": Fields(rope).read("llama_4_scaling_beta", float),
+    }
+
+
+FAMILY = Family(
+    model_type="ministral3",
+    architecture="Ministral3ForCausalLM",
+    config=config,
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": ROPE,
+    },
+)

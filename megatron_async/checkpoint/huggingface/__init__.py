@@ -1,0 +1,1 @@
+"""Hugging Face directories: configuration and weights."""

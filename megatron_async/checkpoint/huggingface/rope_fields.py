@@ -1,0 +1,129 @@
+"""Rotary embeddings as ``config.json`` describes them.
+
+``rope_parameters``, or the older ``rope_theta`` with ``rope_scaling``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, cast, get_args
+
+from megatron_async.checkpoint.reading.fields import Fields
+from megatron_async.config.engine_config import MAX_COUNT
+from megatron_async.models.description.config import RopeScaling
+
+_Kind = Literal["llama3", "linear", "dynamic", "yarn", "longrope"]
+_KINDS = ("default", *get_args(_Kind))
+
+
+def rope(fields: Fields, *, partial: bool = False) -> dict[str, Any]:
+    """``rope_theta``, ``rope_scaling``, ``rotary_fraction`` and ``max_sequence_length`` of a
+    :class:`ModelConfig` whose layers all rotate alike.
+
+    Where both are there, transformers takes ``rope_scaling`` and nothing of ``rope_parameters``.
+
+    Args:
+        partial: the model may rotate a part of each head.
+
+    Raises:
+        CheckpointError: a value is missing, of a wrong type, or asks for something unknown.
+    """
+    name = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
+    values = fields.get(name)
+    theta = fields.read("rope_theta", float, 10000.0)
+    fraction = fields.read("partial_rotary_factor", float, 1.0)
+    tokens = fields.read("max_position_embeddings", int)
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise fields.unsupported(name, "an object")
+    if any(isinstance(value, dict) for value in values.values()):
+        raise fields.unsupported(name, "one set of parameters for all layers")
+    inner = Fields(values, at=f"{name}.")
+    fraction = inner.read("partial_rotary_factor", float, fraction)
+    if fraction != 1 and not partial:
+        raise fields.unsupported("partial_rotary_factor", "1.0", fraction)
+    scaling = rope_scaling(fields, inner, tokens)
+    if scaling is not None and scaling.kind in ("linear", "dynamic"):
+        tokens = _stretched(inner, tokens, scaling)
+    if scaling is not None and scaling.kind == "yarn":
+        original = scaling.original_max_position_embeddings or 0
+        tokens = max(tokens, _stretched(inner, original, scaling))
+    return {
+        "rope_theta": inner.read("rope_theta", float, theta),
+        "rope_scaling": scaling,
+        "rotary_fraction": fraction,
+        "max_sequence_length": tokens,
+    }
+
+
+def _stretched(inner: Fields, tokens: int, scaling: RopeScaling) -> int:
+    if tokens * scaling.factor > MAX_COUNT:
+        raise inner.unsupported("factor", f"at most {MAX_COUNT} positions", scaling.factor)
+    return int(tokens * scaling.factor)
+
+
+def rope_scaling(fields: Fields, inner: Fields, tokens: int) -> RopeScaling | None:
+    """The scaling that the object ``inner`` describes, in a model of ``tokens`` positions."""
+    name = inner.values.get("rope_type", inner.values.get("type", "default"))
+    name = fields.rope_kinds.get(name, name) if isinstance(name, str) else name
+    if name == "default":
+        return None
+    if name not in _KINDS:
+        raise inner.unsupported("rope_type", ", ".join(_KINDS), name)
+    kind = cast(_Kind, name)
+    if kind == "linear":
+        return RopeScaling(kind=kind, factor=inner.read("factor", float))
+    if kind == "dynamic":
+        factor = inner.read("factor", float)
+        return RopeScaling(kind=kind, factor=factor, original_max_position_embeddings=tokens)
+    original = fields.optional("original_max_position_embeddings", int)
+    if original is None:
+        default = None if kind == "llama3" else tokens
+        original = inner.read("original_max_position_embeddings", int, default)
+    if kind == "llama3":
+        return RopeScaling(
+            kind=kind,
+            factor=inner.read("factor", float),
+            low_freq_factor=inner.read("low_freq_factor", float),
+            high_freq_factor=inner.read("high_freq_factor", float),
+            original_max_position_embeddings=original,
+        )
+    factor = inner.read("factor", float, tokens / max(original, 1))
+    if kind == "longrope":
+        return RopeScaling(
+            kind=kind,
+            factor=factor,
+            original_max_position_embeddings=original,
+            short_factor=tuple(inner.read("short_factor", list)),
+            long_factor=tuple(inner.read("long_factor", list)),
+            attention_factor=inner.read(
+                "attention_factor", float, _longrope_attention_factor(factor, original)
+            ),
+        )
+    return RopeScaling(
+        kind=kind,
+        factor=factor,
+        original_max_position_embeddings=original,
+        attention_factor=inner.read(
+            "attention_factor", float, _yarn_attention_factor(inner, factor)
+        ),
+        beta_fast=inner.read("beta_fast", float, 32.0),
+        beta_slow=inner.read("beta_slow", float, 1.0),
+        truncate=inner.read("truncate", bool, True),
+    )
+
+
+def _longrope_attention_factor(factor: float, tokens: int) -> float:
+    if factor <= 1 or tokens < 2:
+        return 1.0
+    return math.sqrt(1 + math.log(factor) / math.log(tokens))
+
+
+def _yarn_attention_factor(inner: Fields, factor: float) -> float:
+    def of(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    mscale = inner.optional("mscale", float)
+    all_dim = inner.optional("mscale_all_dim", float)
+    return of(mscale) / of(all_dim) if mscale and all_dim else of(1.0)

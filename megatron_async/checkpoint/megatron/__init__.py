@@ -1,0 +1,1 @@
+"""Checkpoints of Megatron-LM's training and of dist_checkpointing."""

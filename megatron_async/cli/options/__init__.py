@@ -1,0 +1,1 @@
+"""What commands take: options, Megatron's flags, prompts, keys."""

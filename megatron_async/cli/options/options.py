@@ -1,0 +1,438 @@
+"""Options that several commands share, and what they make of them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from megatron_async.config.engine_config import (
+    DEFAULT_ASYNC_DEPTH,
+    DEFAULT_RANK_TIMEOUT_SECONDS,
+    MAX_COUNT,
+    MAX_DEPTH,
+    MAX_RANKS,
+    RECURRENT_STATE_DTYPES,
+    SPECULATIVE_METHODS,
+    EngineConfig,
+)
+from megatron_async.errors import ConfigError, legible
+from megatron_async.models.description.shapes import SHAPES
+from megatron_async.request.parameter_ranges import INTEGERS, NUMBERS
+
+if TYPE_CHECKING:
+    from megatron_async.engine.engine import DynamicInferenceEngine
+
+PROGRAM = "megatron-async"
+
+
+class OneLineErrorParser(argparse.ArgumentParser):
+    """A parser whose errors are one line, and which takes no abbreviated options."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2."""
+        self.exit(2, f"{PROGRAM}: error: {legible(message)} (see {self.prog} --help)\n")
+
+
+def integer(low: int, high: int | None = None) -> Callable[[str], int]:
+    """Converts an argument to an integer in a range."""
+    bounds = f"of at least {low}" if high is None else f"between {low} and {high}"
+
+    def convert(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            if low <= int(text) <= (math.inf if high is None else high):
+                return int(text)
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer {bounds}")
+
+    return convert
+
+
+def number(low: float, high: float = math.inf, *, above: bool = False) -> Callable[[str], float]:
+    """Converts an argument to a finite number in a range; ``above`` excludes ``low``."""
+    bounds = f"above {low:g}" if above else f"of at least {low:g}"
+    bounds += "" if math.isinf(high) else f" and at most {high:g}"
+
+    def convert(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            value = float(text)
+            if low <= value <= high and math.isfinite(value) and not (above and value == low):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number {bounds}")
+
+    return convert
+
+
+def in_range(parameter: str) -> Callable[[str], Any]:
+    """Converts an argument to a value of a sampling parameter's range."""
+    if parameter in NUMBERS:
+        return number(*NUMBERS[parameter])
+    return integer(*INTEGERS[parameter])
+
+
+def graph_count(text: str) -> int | None:
+    """Converts megatron-core's number of graphs: -1 is all."""
+    return None if text == "-1" else integer(1)(text)
+
+
+def asynchronous(text: str) -> bool:
+    """Converts megatron-core's scheduling mode."""
+    if text not in ("legacy", "async"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be legacy or async")
+    return text == "async"
+
+
+def several(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Converts an argument to a list, from parts between commas; a value stands in it once."""
+    return lambda text: list(dict.fromkeys(convert(part) for part in text.split(",")))
+
+
+def id_and_bias(text: str) -> tuple[str, float]:
+    """Converts an argument ID=X."""
+    token, bias = text.split("=")
+    return token, float(bias)
+
+
+def log_probs_mode(text: str) -> str:
+    """Converts megatron-core's word for it to ours."""
+    if text not in ("raw_logprobs", "processed_logprobs"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be raw_logprobs or processed_logprobs")
+    return text.removesuffix("_logprobs")
+
+
+def contents(name: str) -> str:
+    """Converts the name of a file to what is in it; a JSON object stands for itself."""
+    try:
+        return name if name.lstrip().startswith("{") else Path(name).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{name!r} cannot be read: {error}") from None
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+_SAME = "inference_async_scheduling max_requests block_count prefill_chunk_tokens batch_invariant "
+_SAME += "enable_prefix_caching allow_non_finite_weights inference_logging_step_interval "
+_SAME += "num_speculative_tokens speculative_method draft_model generation_config "
+_SAME += "tokenizer_model state_snapshot_count recurrent_state_dtype "
+PARALLEL_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+)
+_SAME += " ".join((*PARALLEL_SIZES, "pipeline_micro_batches", "rank_timeout_seconds"))
+FLAGS = {name: f"--{name.replace('_', '-')}" for name in _SAME.split()} | {
+    "max_tokens": "--inference-dynamic-batching-max-tokens",
+    "paused_buffer_size_gb": "--inference-dynamic-batching-paused-buffer-size-gb",
+    "max_sequence_length": "--inference-max-seq-length",
+    "block_size_tokens": "--inference-dynamic-batching-block-size",
+    "buffer_size_gb": "--inference-dynamic-batching-buffer-size-gb",
+    "num_cuda_graphs": "--inference-dynamic-batching-num-cuda-graphs",
+    "capture_mixed_steps": "--decode-only-cuda-graphs",
+    "num_tokens_to_generate": "--max-new-tokens",
+    "stop_words": "--stop",
+}
+"""What the fields that an error may name are called on the command line."""
+
+
+def name_options(message: str) -> str:
+    """``message`` on one line, with options where it names configuration fields."""
+    # Not in paths, where such names may stand too.
+    fields = re.compile(rf"(?<![\w/.-])({'|'.join(FLAGS)})(?![\w/-]|\.\w)")
+    return fields.sub(lambda found: FLAGS[found[1]], " ".join(message.split()))
+
+
+SEED = in_range("seed")
+
+
+def add_model_options(parser: argparse.ArgumentParser, default: str | None = "tiny") -> None:
+    """Which model, and where it runs. Without a ``default`` it is the recorded one's."""
+    add = parser.add_argument_group("model").add_argument
+    said = "'tiny' is the embedded model, a byte-level GPT that writes Python-like code, and "
+    said += "in a checkout 'tiny-moe' one with experts, 'tiny-hybrid' one with Mamba-2 layers; "
+    said += "or a Hugging Face, native or megatron "
+    said += "dist_checkpointing directory; random:SHAPE has "
+    said += f"random weights in the shape of {', '.join(SHAPES)} "
+    said += f"(default: {default or 'the recorded one'})"
+    add("--model", "--load", default=default, metavar="tiny|PATH", help=said)
+    said = "a tokenizer.json, or its directory (default: the model's, or the one that a checkpoint "
+    said += "of Megatron-LM names)"
+    add("--tokenizer-model", metavar="PATH", help=said)
+    add("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
+    add("--dtype", choices=DTYPES, help="default: the checkpoint's on a GPU, float32 on a CPU")
+    for flag, name in (("--bf16", "bfloat16"), ("--fp16", "float16")):
+        add(flag, dest="dtype", action="store_const", const=name, help=f"as --dtype {name}")
+
+
+STRUCTURES = ("json_schema", "json_object", "regex", "choice", "grammar")
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """How tokens are sampled, and when a text ends. Most values are SamplingParams' to check."""
+    group = parser.add_argument_group("sampling; most is off by default")
+    add, one_of = group.add_argument, group.add_mutually_exclusive_group().add_argument
+    on: dict[str, Any] = {"action": "store_true"}
+    real: dict[str, Any] = {"type": float, "metavar": "X"}
+    count: dict[str, Any] = {"type": int, "metavar": "N"}
+    texts: dict[str, Any] = {"action": "extend", "nargs": "+", "metavar": "TEXT"}
+    ids: dict[str, Any] = {**texts, "type": int, "metavar": "ID"}
+    said = "most tokens to generate (default: 128, or fewer where the model allows no more)"
+    add(
+        "--max-new-tokens",
+        "--num-tokens-to-generate",
+        type=in_range("num_tokens_to_generate"),
+        metavar="N",
+        help=said,
+    )
+    add(
+        "--temperature",
+        type=in_range("temperature"),
+        metavar="T",
+        help="default: 0, or 1 with --top-k and such",
+    )
+    said = "sample from the K most likely"
+    add("--top-k", "--top_k", type=in_range("top_k"), default=0, metavar="K", help=said)
+    said = "from P of the probability"
+    add("--top-p", "--top_p", type=in_range("top_p"), default=0.0, metavar="P", help=said)
+    add("--min-p", **real, help="sample from tokens at least X times as likely as the likeliest")
+    said = "of the randomness; each prompt derives its own from it and its place (default: 0)"
+    add("--seed", type=SEED, default=0, metavar="S", help=said)
+    add("--repetition-penalty", **real, help="of tokens of prompt and text; 1 is off (default: 1)")
+    add("--presence-penalty", **real, help="of tokens of the text")
+    add("--frequency-penalty", **real, help="of tokens of the text, each time that they came")
+    add("--logit-bias", **{**ids, "type": id_and_bias, "metavar": "ID=X"}, help="such as 42=-1.5")
+    add("--allowed-token-ids", **ids, help="the only tokens that may come")
+    add("--bad-words", **texts, help="texts that may not come")
+    add("--min-tokens", **count, help="tokens before the text may end")
+    add("--ignore-eos", **on, help="go on after the model's own end tokens")
+    add("--stop-token-ids", **ids, help="tokens that end the text")
+    said = "in place of the model's own end tokens; -1 for none"
+    add("--termination-id", type=in_range("termination_id"), metavar="ID", help=said)
+    add("--stop", "--stop-words", **texts, help="texts before which it ends")
+    add("--include-stop-str-in-output", **on, help="behind which it ends")
+    add("--return-log-probs", **on, help="of the tokens of text and prompt, shown by --json")
+    add("--skip-prompt-log-probs", **on, help="not of the prompt's")
+    add("--top-n-logprobs", **count, help="of the N most likely tokens too, at most 20")
+    said = "the model's (default), or sampled"
+    add("--log-probs-mode", choices=("raw", "processed"), help=said)
+    modes: dict[str, Any] = {"dest": "log_probs_mode", "type": log_probs_mode, "metavar": "MODE"}
+    said = "raw_logprobs or processed_logprobs, as --log-probs-mode"
+    add("--inference-dynamic-batching-logprobs-mode", help=said, **modes)
+    add("--n", **count, help="texts of each prompt (default: 1)")
+    add("--best-of", **count, help="generate N texts and keep the --n likeliest")
+    one_of("--json-schema", type=contents, metavar="FILE|TEXT", help="the text is such JSON")
+    one_of("--json-object", **on, help="it is a JSON object")
+    one_of("--regex", metavar="TEXT", help="it matches this regular expression")
+    one_of("--choice", **texts, help="it is one of these")
+    one_of("--grammar", type=contents, metavar="FILE", help="it is of this EBNF grammar")
+
+
+add_sampling_options(_parser := argparse.ArgumentParser())
+SAMPLING = tuple(vars(_parser.parse_args([])))
+"""What a line of a .jsonl file may set for itself, named as the options are."""
+
+
+def add_benchmark_model_options(parser: argparse.ArgumentParser) -> None:
+    """A model or a shape, and where it runs; ``load_benchmark_model`` takes it."""
+    group = parser.add_argument_group("model")
+    choice = group.add_mutually_exclusive_group()
+    choice.add_argument("--model", metavar="tiny|PATH", help="a model (default: tiny)")
+    of_shape = "random weights in the shape of a known model"
+    choice.add_argument("--shape", choices=tuple(SHAPES), help=of_shape)
+    group.add_argument("--device", metavar="NAME", help="default: a GPU where there is one")
+    which = "default: bfloat16 on a GPU for a shape, the checkpoint's for a model; float32 on a CPU"
+    group.add_argument("--dtype", choices=DTYPES, help=which)
+
+
+def add_scheduling_options(parser: argparse.ArgumentParser, *, default: str) -> None:
+    """Serial or asynchronous, and how deep."""
+    add = parser.add_argument_group("scheduling").add_argument
+    said = "launch a step before the tokens of the last one are committed; the tokens stay the "
+    said += f"same (default: {default})"
+    add("--inference-async-scheduling", action=argparse.BooleanOptionalAction, help=said)
+    said = "steps that may be in flight uncommitted; 0 is serial, 1 or more turns asynchronous "
+    said += f"scheduling on (default with it: {DEFAULT_ASYNC_DEPTH})"
+    add("--depth", type=integer(0, MAX_DEPTH), metavar="D", help=said)
+    modes: dict[str, Any] = {"dest": "inference_async_scheduling", "type": asynchronous}
+    said = "legacy or async: megatron-core's spelling of the first"
+    add("--inference-dynamic-batching-async-sched-mode", metavar="MODE", help=said, **modes)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A type of argparse: an object in JSON."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("must be a JSON object")
+    return value
+
+
+def add_parallel_options(parser: argparse.ArgumentParser, default: int | None = 1) -> None:
+    """Processes that run one model together; without a ``default`` they are the recorded ones."""
+    add = parser.add_argument_group("ranks of one model").add_argument
+    said = {
+        "tensor": "processes that share the model's layers, each with a GPU of its own",
+        "pipeline": "stages of layers, of so many processes each",
+        "expert": "processes of a stage that have a share of the experts each",
+    }
+    for name, what in zip(PARALLEL_SIZES, said.values(), strict=True):
+        what += f" (default: {default or 'the recorded one'})"
+        kind = integer(1, MAX_RANKS)
+        add(FLAGS[name], dest=name, type=kind, default=default, metavar="N", help=what)
+    said_batches = "parts of the running requests that are planned in turns, so that all stages "
+    said_batches += "compute (default: one for each stage; on GPUs one)"
+    kind = integer(1, MAX_RANKS)
+    add(FLAGS["pipeline_micro_batches"], type=kind, metavar="N", help=said_batches)
+    what = "of silence after which a rank counts as dead; 0 is never (default: "
+    what += f"{DEFAULT_RANK_TIMEOUT_SECONDS:g})"
+    kept = None if default is None else DEFAULT_RANK_TIMEOUT_SECONDS
+    name = "rank_timeout_seconds"
+    add(FLAGS[name], type=number(0), default=kept, metavar="SECONDS", help=what)
+
+
+def followed_rank(args: argparse.Namespace) -> bool:
+    """Whether a launcher such as torchrun has started this process to follow another one's
+    engine; then it has, until that one ended it."""
+    if os.environ.get("RANK", "0") == "0" or not hasattr(args, PARALLEL_SIZES[0]):
+        return False
+    from megatron_async.build.rank_process import follow
+    from megatron_async.device import resolve_device
+    from megatron_async.ranks.layout import Layout
+
+    layout = Layout(*(getattr(args, name) or 1 for name in PARALLEL_SIZES))
+    follow(layout, resolve_device(args.device).type)
+    return True
+
+
+def add_engine_options(parser: argparse.ArgumentParser, **defaults: int) -> None:
+    """Sizes of the engine, under megatron's names; ``defaults`` are the command's own."""
+    fields = EngineConfig(**defaults)  # type: ignore[arg-type]
+    group = parser.add_argument_group("engine")
+    add = group.add_argument
+    cache = group.add_mutually_exclusive_group().add_argument
+    counts: dict[str, Any] = {"type": integer(1), "metavar": "N"}
+
+    def count(name: str, said: str, *more: str) -> None:
+        default = getattr(fields, name)
+        said += "" if default is None else f" (default: {default})"
+        add(*more, FLAGS[name], dest=name, default=default, help=said, **counts)
+
+    theirs = ("--inference-dynamic-batching-max-requests", "--inference-max-requests")
+    count("max_requests", "that run at the same time", *theirs)
+    count("max_tokens", "most tokens of one forward (default: room for four prefill chunks)")
+    count("max_sequence_length", "most tokens of prompt and text (default: the model's)")
+    said = "size of the KV cache (default: room for all requests at full length, at most 1 GiB on "
+    said += "a CPU and 16 GiB on a GPU)"
+    size: dict[str, Any] = {"dest": "buffer_size_gb", "type": number(0, above=True)}
+    cache(FLAGS["buffer_size_gb"], metavar="GIB", help=said, **size)
+    cache("--block-count", help="size of the KV cache in blocks, instead of GiB", **counts)
+    count("block_size_tokens", "tokens of a KV-cache block")
+    said = "part of the cache that requests may keep which wait for a block (default: all)"
+    size = {"dest": "paused_buffer_size_gb", "type": number(0), "metavar": "GIB"}
+    add("--inference-dynamic-batching-paused-buffer-size-gb", help=said, **size)
+    count("prefill_chunk_tokens", "longer prompts are prefilled in chunks of N")
+    whole: dict[str, Any] = {"dest": "prefill_chunk_tokens", "const": MAX_COUNT}
+    said = "prefill each prompt in one forward"
+    add("--disable-chunked-prefill", action="store_const", help=said, **whole)
+    said = "requests with a common prefix share its KV blocks (default: on)"
+    switch = {"action": argparse.BooleanOptionalAction, "default": fields.enable_prefix_caching}
+    names = ("--enable-prefix-caching", "--inference-dynamic-batching-prefix-caching")
+    add(*names, dest="enable_prefix_caching", help=said, **switch)  # type: ignore[arg-type]
+    said = "states of recurrent layers that are kept for common prefixes; 0 is none (default: four "
+    said += "for each request, in at most 0.25 GiB on a CPU and 4 GiB on a GPU)"
+    add("--state-snapshot-count", type=integer(0), metavar="N", help=said)
+    said = "of the states of recurrent layers that sum over all tokens (default: the model's)"
+    add("--recurrent-state-dtype", choices=RECURRENT_STATE_DTYPES, help=said)
+    said = "record pauses in the requests' events"
+    name = "--inference-dynamic-batching-track-paused-request-events"
+    add(name, dest="track_paused_request_events", action="store_true", help=said)
+    said = "results of a request do not depend on the others, to the last bit; slower"
+    add("--batch-invariant", action="store_true", help=said)
+    said = "such as NaN; they are refused else"
+    add("--allow-non-finite-weights", action="store_true", help=said)
+    said = "what a request leaves out is as the model's generation_config.json says"
+    add("--generation-config", action="store_true", help=said)
+    said = "log the counters on stderr every N steps; 0 is never (default: 0)"
+    add("--inference-logging-step-interval", type=integer(0), default=0, metavar="N", help=said)
+    _add_drafting_options(add)
+    said = "most batch sizes captured as CUDA graphs; -1 captures all (default)"
+    add(FLAGS["num_cuda_graphs"], dest="num_cuda_graphs", type=graph_count, metavar="N", help=said)
+    said = "capture no steps with prefill chunks: a faster start, slower prompts"
+    add(FLAGS["capture_mixed_steps"], dest="capture_mixed_steps", action="store_false", help=said)
+    add("--debug", action="store_true", help="check every step and spoil freed memory; slow")
+    add_parallel_options(parser)
+
+
+def _add_drafting_options(add: Callable[..., Any]) -> None:
+    said = "tokens that are drafted for each request and step (default: 0)"
+    add(
+        "--num-speculative-tokens",
+        type=integer(0),
+        default=0,
+        metavar="K",
+        help=said,
+    )
+    said = "who drafts: the model's layers for multi-token prediction, or what followed when the "
+    said += "last tokens came before (default: mtp)"
+    add("--speculative-method", choices=SPECULATIVE_METHODS, default="mtp", help=said)
+    said = "leave drafts out where they do not pay, by what steps cost at the start"
+    add("--adaptive-speculation", action="store_true", help=said)
+    said = "a model over the same vocabulary that drafts instead"
+    add("--draft-model", metavar="tiny|PATH", help=said)
+
+
+def resolve_scheduling(asynchronous: bool | None, depth: int | None, *, default: bool) -> int:
+    """The depth that the two scheduling options ask for; 0 is serial.
+
+    Raises:
+        ConfigError: they contradict each other.
+    """
+    if depth is not None:
+        if asynchronous not in (None, depth > 0):
+            option = f"--{'' if asynchronous else 'no-'}inference-async-scheduling"
+            given = f"--depth {depth}" + ("" if depth else ", which is serial,")
+            raise ConfigError(f"{option} and {given} contradict each other; leave one of them out")
+        return depth
+    return DEFAULT_ASYNC_DEPTH if (default if asynchronous is None else asynchronous) else 0
+
+
+def engine_config(args: argparse.Namespace, depth: int, *, random_seed: int = 0) -> EngineConfig:
+    """The configuration that parsed engine options describe, at ``depth``.
+
+    Raises:
+        ConfigError: two options contradict each other.
+    """
+    names = {field.name for field in dataclasses.fields(EngineConfig)} & vars(args).keys()
+    given = {name: getattr(args, name) for name in names}
+    given |= {"inference_async_scheduling": None, "depth": depth, "random_seed": random_seed}
+    if not given.get("num_speculative_tokens"):
+        for name, unset in (("adaptive_speculation", False), ("speculative_method", "mtp")):
+            if given.get(name, unset) != unset:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} drafts nothing without "
+                    f"{FLAGS['num_speculative_tokens']}; give that too"
+                )
+    return EngineConfig(**given)
+
+
+def load_engine(model: str, config: EngineConfig) -> DynamicInferenceEngine:
+    """The engine for ``--model``; shows the capture of graphs on a terminal, and logged steps."""
+    from megatron_async.cli.output.progress import show_capture
+    from megatron_async.engine.engine import DynamicInferenceEngine
+
+    if config.inference_logging_step_interval:
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("megatron_async").setLevel(logging.INFO)
+    return DynamicInferenceEngine.from_pretrained(model, config, progress=show_capture)

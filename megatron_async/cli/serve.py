@@ -1,0 +1,210 @@
+"""``megatron-async serve``: the text-generation server."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from megatron_async.cli.options import options
+from megatron_async.cli.options.server_keys import ADMIN_KEY_VARIABLE, KEY_VARIABLE, keys_of
+from megatron_async.cli.serve_replicas import add_replica_options, check_replica_options
+from megatron_async.serving.engine_side.stall_watch import STALL_SECONDS
+
+if TYPE_CHECKING:
+    from megatron_async.serving.front_end.build import FrontendSettings
+    from megatron_async.serving.http.frontend import ServerConfig
+    from megatron_async.serving.messages import Endpoint
+
+MAX_API_SERVERS = 64
+BACKENDS = ("gloo", "nccl")
+EXIT_GIVEN_UP = 1
+"""The engine, or a front end, has died too often; wrong arguments are 2."""
+
+_DESCRIPTION = """\
+Serve a model over HTTP, as OpenAI's API: /v1/completions, /v1/chat/completions, /v1/responses,
+/v1/models; Megatron's PUT /api; /health, /metrics, /tokenize. The engine runs in a process of its
+own. SIGTERM and Ctrl-C stop accepting, let requests end, and exit with status 0.
+"""
+
+
+def add_command(commands: Any) -> None:
+    """Add ``serve`` to the command line."""
+    said = "serve a model over HTTP, as OpenAI's API"
+    parser = commands.add_parser("serve", help=said, description=_DESCRIPTION)
+    parser.set_defaults(run=run, takes_megatron_flags=True)
+    add = parser.add_argument_group("server").add_argument
+    several: dict[str, Any] = {"action": "extend", "nargs": "+", "default": []}
+    seconds: dict[str, Any] = {"metavar": "S"}
+    add("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
+    said = "0 takes a free one (default: 5000)"
+    add("--port", type=options.integer(0, 65535), default=5000, help=said)
+    said = "what clients call the model (default: --model as given)"
+    add("--served-model-name", **several, metavar="NAME", help=said)
+    said = f"clients must send one of these keys (default: those in {KEY_VARIABLE}, if any, with "
+    said += "spaces between them; without keys everybody may, but not pause or change the engine)"
+    add("--api-key", **several, metavar="KEY", help=said)
+    said = (
+        "who pauses or changes the engine must send one of these keys, which clients do not have "
+    )
+    said += f"(default: those in {ADMIN_KEY_VARIABLE}; without any, clients with a key may)"
+    add("--admin-api-key", **several, metavar="KEY", help=said)
+    said = "sequences that may wait beyond those that run; more are answered 429 (default: 1024)"
+    add("--max-queue", type=options.integer(0), default=1024, metavar="N", help=said)
+    said = "end a request after S seconds, with the text that it has (default: never)"
+    add("--request-timeout", type=options.number(0, above=True), **seconds, help=said)
+    said = "what requests are given to end when the server is stopped (default: 30)"
+    add("--shutdown-timeout", type=options.number(0), default=30.0, **seconds, help=said)
+    said = "processes that answer HTTP, all at the same port (default: 1)"
+    count = options.integer(1, MAX_API_SERVERS)
+    add("--api-server-count", type=count, default=1, metavar="N", help=said)
+    said = "times within ten minutes that a process of the server is started again (default: 3)"
+    add("--max-restarts", type=options.integer(0), default=3, metavar="N", help=said)
+    said = "/health is 503 when requests have waited for S seconds without a step of the engine, "
+    said += "and for nothing that is known (default: 60)"
+    stall = options.number(0, above=True)
+    add("--stall-seconds", type=stall, default=STALL_SECONDS, **seconds, help=said)
+    said = "answer 503 when the engine's process cannot be had any more (default: exit with 1)"
+    add("--keep-alive-on-engine-death", action="store_true", help=said)
+    said = "web pages that may call the server; * is all (default: none)"
+    add("--allow-origin", **several, metavar="ORIGIN", help=said)
+    said = "largest body of a request (default: 16)"
+    add("--max-body-mib", type=options.integer(1), default=16, metavar="N", help=said)
+    said = "send a trace of each request to this OTLP collector, as in "
+    said += "http://localhost:4318/v1/traces (default: as the OTEL_* variables say, else none)"
+    add("--otlp-traces-endpoint", metavar="URL", help=said)
+    said = "publish which blocks the prefix cache knows, by ZeroMQ as vLLM does, as in "
+    said += '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"} (default: no)'
+    add("--kv-events-config", type=options.json_object, metavar="JSON", help=said)
+    add("--chat-template", metavar="FILE", help="a Jinja template instead of the model's own")
+    said = "how the model writes tool calls (default: as its chat template says)"
+    add("--tool-call-format", choices=("hermes", "llama3"), help=said)
+    said = "serve token ids alone, to /v1/completions; the model needs no tokenizer"
+    add("--skip-tokenizer-init", action="store_true", help=said)
+    add_replica_options(parser)
+    said = "let clients put the engine to sleep: weights and KV cache give their memory back, and "
+    said += "have it again at the same addresses"
+    add("--enable-sleep-mode", action="store_true", help=said)
+    said = "have vLLM's endpoints for trainers (/sleep, /update_weights and such); without keys "
+    said += "whoever reaches the server may change the engine"
+    add("--server-dev-mode", action="store_true", help=said)
+    said = """what a trainer's collective runs on, as '{"backend": "nccl"}', or "gloo" on a CPU"""
+    add("--weight-transfer-config", type=weight_transfer_backend, metavar="JSON", help=said)
+    options.add_model_options(parser)
+    options.add_scheduling_options(parser, default="off")
+    options.add_engine_options(parser)
+
+
+def weight_transfer_backend(text: str) -> str:
+    """The backend of vLLM's ``--weight-transfer-config``."""
+    try:
+        given = json.loads(text)
+    except ValueError:
+        given = None
+    backend = given.get("backend") if isinstance(given, dict) and len(given) == 1 else None
+    if backend not in BACKENDS:
+        known = " or ".join(f'{{"backend": "{name}"}}' for name in BACKENDS)
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} must be {known}")
+    return str(backend)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal comes."""
+    from megatron_async.serving.front_end.build import build_frontend
+    from megatron_async.serving.front_end.front_ends import FrontEnds, serve_together
+    from megatron_async.serving.http.http_server import open_socket, serve, url_of
+    from megatron_async.serving.http.http_server import run as run_loop
+    from megatron_async.serving.http.logs import log_as_json
+    from megatron_async.serving.http.tracing import make_provider
+    from megatron_async.serving.messages import Endpoint, Launch
+    from megatron_async.serving.supervisor import Supervisor
+
+    depth = options.resolve_scheduling(args.inference_async_scheduling, args.depth, default=False)
+    engine_config = options.engine_config(args, depth)
+    check_replica_options(args)
+    config = _server_config(args)
+    if args.replicas is not None:
+        from megatron_async.cli.serve_replicas import serve_replicas
+
+        settings = _frontend_settings(args, config, None)
+        return 0 if serve_replicas(args, engine_config, settings) else EXIT_GIVEN_UP
+    listening = open_socket(args.host, args.port)
+    endpoint = Endpoint.private()
+    settings = _frontend_settings(args, config, endpoint)
+    launch = Launch(
+        args.model,
+        dataclasses.asdict(engine_config),
+        endpoint,
+        args.max_queue,
+        stall_seconds=args.stall_seconds,
+    )
+    supervisor = Supervisor(launch, max_restarts=args.max_restarts)
+
+    def say_ready() -> None:
+        print(f"{options.PROGRAM}: {args.model} at {url_of(listening)}", file=sys.stderr)
+
+    try:
+        if args.api_server_count == 1:
+            front, client = build_frontend(settings)
+            log_as_json()
+            serving = serve(
+                front,
+                client,
+                supervisor,
+                listening,
+                on_ready=say_ready,
+                tracer_provider=make_provider(settings.otlp_traces_endpoint),
+            )
+        else:
+            front_ends = FrontEnds(
+                settings, listening, args.api_server_count, max_restarts=args.max_restarts
+            )
+            log_as_json()
+            serving = serve_together(front_ends, supervisor, on_ready=say_ready)
+        return 0 if run_loop(serving) else EXIT_GIVEN_UP
+    finally:
+        endpoint.remove()
+
+
+def _server_config(args: argparse.Namespace) -> ServerConfig:
+    from megatron_async.serving.http.frontend import MIB, ServerConfig
+
+    return ServerConfig(
+        model_names=tuple(args.served_model_name) or (args.model,),
+        api_keys=keys_of(args.api_key, KEY_VARIABLE),
+        admin_api_keys=keys_of(args.admin_api_key, ADMIN_KEY_VARIABLE),
+        allow_origins=tuple(args.allow_origin),
+        request_timeout=args.request_timeout,
+        shutdown_timeout=args.shutdown_timeout,
+        max_body_bytes=args.max_body_mib * MIB,
+        stays_without_engine=args.keep_alive_on_engine_death,
+        development=args.server_dev_mode,
+        weight_transfer_backend=args.weight_transfer_config,
+        sampling_defaults=_sampling_defaults(args),
+    )
+
+
+def _sampling_defaults(args: argparse.Namespace) -> dict[str, float | int]:
+    from megatron_async.checkpoint.huggingface.generation_config import sampling_defaults
+    from megatron_async.checkpoint.path import model_directory
+
+    return sampling_defaults(model_directory(args.model)) if args.generation_config else {}
+
+
+def _frontend_settings(
+    args: argparse.Namespace, config: ServerConfig, endpoint: Endpoint | None
+) -> FrontendSettings:
+    from megatron_async.serving.front_end.build import FrontendSettings
+
+    return FrontendSettings(
+        model=args.model,
+        tokenizer_model=args.tokenizer_model,
+        endpoint=endpoint,
+        config=config,
+        chat_template=args.chat_template,
+        tool_call_format=args.tool_call_format,
+        skip_tokenizer_init=args.skip_tokenizer_init,
+        otlp_traces_endpoint=args.otlp_traces_endpoint,
+    )

@@ -1,0 +1,1 @@
+"""What an engine does between steps: new weights, sleep, events, its timeline."""

@@ -1,0 +1,177 @@
+"""Sleep: an engine gives its GPU to somebody else, such as a trainer, and takes it back.
+
+Memory comes back at the same addresses (``device/releasable.py``), so captured graphs are kept, and
+waking up costs the copy of the weights and zeros in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from megatron_async.device.protocol import Device
+from megatron_async.device.releasable import Region
+from megatron_async.engine.stepping.loop import DecodeLoop
+from megatron_async.errors import CacheTooLargeError, ConfigError, RequestError
+
+WEIGHTS = "weights"
+KV_CACHE = "kv_cache"
+TAGS = (WEIGHTS, KV_CACHE)
+LEVELS = (1, 2)
+
+
+class Memory:
+    """What an engine can give back, on this rank.
+
+    Args:
+        kv_caches: all of the engine's, until they are freed.
+        weights: the model's, of which no other engine makes use.
+    """
+
+    def __init__(self, kv_caches: list[Region], weights: Region | None) -> None:
+        self._kv_caches = kv_caches
+        self._weights = weights
+
+    @property
+    def can_sleep(self) -> bool:
+        """It was built so that it can be given back."""
+        return self._weights is not None and bool(self._kv_caches)
+
+    def release(self, *, keep_weights: bool) -> None:
+        """Give all of it back; nothing is in flight."""
+        for cache in self._kv_caches:
+            cache.release(keep=False)
+        if self._weights is not None:
+            self._weights.release(keep=keep_weights)
+
+    def restore(self, tag: str) -> None:
+        """Take a part back, unless it is there.
+
+        Raises:
+            CacheTooLargeError: somebody else has the memory; it can be tried again.
+        """
+        if tag == KV_CACHE:
+            for cache in self._kv_caches:
+                cache.restore(zeros=True)
+        elif self._weights is not None:
+            self._weights.restore()
+
+
+class SleepMode:
+    """What of one engine's memory is there. Its methods are called between two steps, as a step.
+
+    Args:
+        memory: of this rank, or of all (``rank_group.MemoryOfRanks``).
+        recover: called with an error that changes nothing.
+
+    Attributes:
+        asleep: tags of what is not there.
+        lost_weights: their memory is there and their values are gone, until all are new.
+    """
+
+    def __init__(
+        self,
+        loop: DecodeLoop,
+        device: Device,
+        memory: Memory,
+        recover: Callable[[BaseException], None],
+    ) -> None:
+        self.asleep: frozenset[str] = frozenset()
+        self.lost_weights = False
+        self._loop = loop
+        self._device = device
+        self._memory = memory
+        self._recover = recover
+        self._was_suspended = False
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Nothing is launched until :meth:`wake_up`, or new weights."""
+        return bool(self.asleep) or self.lost_weights
+
+    def check_possible(self) -> None:
+        """Raises ConfigError unless the engine was built for it."""
+        if not self._memory.can_sleep:
+            raise ConfigError(
+                "the engine cannot sleep; build it with EngineConfig(enable_sleep_mode=True), or "
+                "serve with --enable-sleep-mode"
+            )
+
+    def check_awake(self) -> None:
+        """Raises RequestError while it sleeps."""
+        if self.asleep:
+            raise RequestError("the engine sleeps; wake_up() first")
+        if self.lost_weights:
+            raise RequestError("the weights were discarded; give new ones with update_weights")
+
+    def check_weights(self) -> None:
+        """Raises RequestError while there is no memory for weights."""
+        if WEIGHTS in self.asleep:
+            raise RequestError(f"the engine's weights sleep; wake_up([{WEIGHTS!r}]) first")
+
+    def sleep(self, level: int) -> None:
+        """Commit what is in flight, give up what running requests have in the cache, and release
+        the memory; what sleeps already stays so."""
+        if not self.is_sleeping:
+            self._was_suspended = self._loop.suspended
+        self._loop.suspend()
+        self._loop.give_up_cache()
+        self._device.synchronize()
+        self.lost_weights |= level == 2
+        self._memory.release(keep_weights=not self.lost_weights)
+        self.asleep = frozenset(TAGS)
+
+    def suspend(self) -> None:
+        """Launch nothing until the loop is resumed, also after :meth:`wake_up`."""
+        self._loop.suspend()
+        self._was_suspended = True
+
+    def wake_up(self, tags: frozenset[str]) -> None:
+        """Take memory back; with all there, go on, unless the engine was suspended before.
+
+        Raises:
+            CacheTooLargeError: somebody else has the memory; it can be tried again.
+        """
+        try:
+            self._restore(tags)
+        except CacheTooLargeError as error:
+            self._recover(error)
+            raise
+        self._go_on()
+
+    def _restore(self, tags: frozenset[str]) -> None:
+        for tag in TAGS:
+            if tag in tags & self.asleep:
+                self._memory.restore(tag)
+                self.asleep -= {tag}
+
+    def weights_replaced(self) -> None:
+        """All weights are new."""
+        if self.lost_weights:
+            self.lost_weights = False
+            self._go_on()
+
+    def _go_on(self) -> None:
+        if not self.is_sleeping and self._loop.suspended and not self._was_suspended:
+            self._loop.resume()
+
+
+def tags_of(tags: Iterable[str] | None) -> frozenset[str]:
+    """Checked tags; None is all."""
+    if isinstance(tags, str):
+        tags = [tags]
+    if tags is None:
+        return frozenset(TAGS)
+    found: list[str] = list(tags) if isinstance(tags, Iterable) else [tags]
+    if any(tag not in TAGS for tag in found):
+        raise RequestError(f"tags={found} must be of {', '.join(TAGS)}")
+    return frozenset(found)
+
+
+def checked_level(level: int) -> int:
+    """Raises RequestError for a level that there is not."""
+    if level not in LEVELS or isinstance(level, bool):
+        raise RequestError(
+            f"level={level!r} must be 1, weights are kept in the host's memory, or 2, they are "
+            "discarded"
+        )
+    return level

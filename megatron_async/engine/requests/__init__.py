@@ -1,0 +1,1 @@
+"""A request from its check to its finished record."""

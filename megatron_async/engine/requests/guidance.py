@@ -1,0 +1,187 @@
+"""Requests whose S needs all tokens before: grammars give it masks, Python functions its logits."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_async.errors import ModelOutputError, RequestError
+from megatron_async.request.request import DynamicInferenceEventType, DynamicInferenceRequest
+from megatron_async.runner.masks import Mask
+from megatron_async.runner.model_runner import ModelRunner
+from megatron_async.runner.step_program import RowProcessor
+from megatron_async.step.plan import Plan, Ticket
+
+if TYPE_CHECKING:
+    from megatron_async.grammar.compiler import CompiledGrammar, GrammarCompiler
+    from megatron_async.grammar.matcher import Matcher
+
+logger = logging.getLogger(__name__)
+
+LogitsProcessor = Callable[[list[int], torch.Tensor], torch.Tensor]
+"""From a request's token ids so far and its logits ``[vocabulary]`` to other logits."""
+
+
+class Grammars:
+    """Compiles what structured outputs conform to, in the threads of the callers that ask.
+
+    Args:
+        tokenizer: the model's, or None.
+        vocab_size: of the model.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._compiler: list[GrammarCompiler] = []
+
+    def compile(self, structured_outputs: Any) -> CompiledGrammar:
+        """The grammar of a ``StructuredOutputs``, or of a dict of its fields.
+
+        Raises:
+            RequestError: it cannot be compiled; says what to change.
+        """
+        from megatron_async.grammar.compiler import GrammarCompiler
+        from megatron_async.grammar.spec import StructuredOutputs
+
+        spec = StructuredOutputs.from_any(structured_outputs)
+        if self._tokenizer is None:
+            raise RequestError(
+                "structured_outputs needs a tokenizer, and the model has none; leave it out"
+            )
+        if not self._compiler:
+            # Without a lock, which a signal's handler would wait for: two may be made, and the
+            # first is used.
+            self._compiler.append(GrammarCompiler(self._tokenizer, self._vocab_size))
+        return self._compiler[0].compile(spec)
+
+
+class Guidance:
+    """Grammars and logits processors of live requests, by scheduler key.
+
+    Attributes:
+        keys: of the requests that have some.
+    """
+
+    def __init__(self, runner: ModelRunner, grammars: Grammars) -> None:
+        self.keys: set[int] = set()
+        self._runner = runner
+        self._grammars = grammars
+        self._matchers: dict[int, tuple[DynamicInferenceRequest, Matcher]] = {}
+        self._processors: dict[int, tuple[DynamicInferenceRequest, Sequence[LogitsProcessor]]] = {}
+
+    def open(
+        self, key: int, request: DynamicInferenceRequest, stop_ids: tuple[int, ...]
+    ) -> GrammarEnd | None:
+        """Guide a request as its sampling parameters say, if they do. Returns what follows its
+        grammar along its tokens. From any thread."""
+        params = request.sampling_params
+        if params.logits_processors or params.structured_outputs is not None:
+            self.keys.add(key)
+        if params.logits_processors:
+            self._processors[key] = request, params.logits_processors
+        if params.structured_outputs is None:
+            return None
+        matcher = self._grammars.compile(params.structured_outputs).matcher(stop_ids)
+        self._matchers[key] = request, matcher
+        return GrammarEnd(matcher, ends_by_itself=not stop_ids)
+
+    def restart(self, key: int, stop_ids: tuple[int, ...]) -> GrammarEnd | None:
+        """The request begins again; returns as :meth:`open`."""
+        guided = self._matchers.get(key)
+        return None if guided is None else self.open(key, guided[0], stop_ids)
+
+    def close(self, keys: Iterable[int]) -> None:
+        """The last tickets of these requests have retired."""
+        for key in keys:
+            self.keys.discard(key)
+            self._matchers.pop(key, None)
+            self._processors.pop(key, None)
+
+    def has_processors(self, plan: Plan) -> bool:
+        """Some row of a plan goes through Python functions."""
+        return not self._processors.keys().isdisjoint(plan.rows.keys)
+
+    def prepare(self, ticket: Ticket) -> None:
+        """Write masks for the S of the pending ``ticket``, once all earlier tokens of its rows are
+        taken, and launch it where Python functions come first."""
+        if not self._matchers and not self._processors:
+            return
+        masks, masked = self._runner.claim_masks(ticket)
+        processors: dict[int, RowProcessor] = {}
+        for row, key in ticket.plan.sampled(list(enumerate(ticket.plan.rows.keys))):
+            guided = self._matchers.get(key)
+            if guided is not None:
+                _fill_mask(*guided, masks[row])
+                masked[row] = 1
+            if key in self._processors:
+                processors[row] = partial(_process, *self._processors[key])
+        if processors:
+            self._runner.process_logits(ticket, processors)
+
+
+class GrammarEnd:
+    """Follows the tokens of a request that is guided by a grammar.
+
+    Args:
+        ends_by_itself: no token ends the request, so it ends with the last that the grammar allows.
+    """
+
+    def __init__(self, matcher: Matcher, *, ends_by_itself: bool) -> None:
+        self._matcher = matcher
+        self._ends_by_itself = ends_by_itself
+
+    def take(self, token: int, /) -> bool:
+        """Take a token before it is committed; True if it is the last."""
+        if not self._matcher.accept(token):
+            return True  # no mask allows such a token
+        return self._ends_by_itself and self._matcher.must_end
+
+
+def _fill_mask(request: DynamicInferenceRequest, matcher: Matcher, row: Mask) -> None:
+    """A grammar that cannot go on allows nothing, and the device ends its request for that."""
+    try:
+        matcher.fill_mask(row)
+        error = matcher.error
+    except Exception as raised:
+        row.fill(0)
+        error = f"{type(raised).__name__}: {raised}"
+    if request.finish_reason is None and error is not None:
+        reason = ModelOutputError(f"structured_outputs allows no further token: {error}")
+        request.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, reason)
+
+
+def _process(
+    request: DynamicInferenceRequest, processors: Sequence[LogitsProcessor], logits: torch.Tensor
+) -> torch.Tensor:
+    """What a processor raises ends its request alone: NaN is what the device ends it for. Ctrl-C is
+    the stepping thread's."""
+    tokens = [*request.prompt_tokens, *request.generated_tokens]
+    result = torch.empty_like(logits)
+    try:
+        for process in processors:
+            processed = process(list(tokens), logits)
+            if not isinstance(processed, torch.Tensor) or processed.shape != logits.shape:
+                raise TypeError(
+                    f"a logits processor returned {processed!r:.60} where logits of shape "
+                    f"{tuple(logits.shape)} are due"
+                )
+            logits = processed
+        return result.copy_(logits)
+    except BaseException as error:
+        is_main = threading.current_thread() is threading.main_thread()
+        if isinstance(error, KeyboardInterrupt) and is_main:
+            raise
+        request.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
+        logger.warning(
+            "request %d ends, since a logits processor of it failed (%s: %s)",
+            request.request_id,
+            type(error).__name__,
+            error,
+        )
+        return result.fill_(float("nan"))

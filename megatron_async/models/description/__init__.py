@@ -1,0 +1,1 @@
+"""What a model looks like, independent of its weights."""

@@ -1,0 +1,1 @@
+"""The blocks of a decode step in fused kernels."""

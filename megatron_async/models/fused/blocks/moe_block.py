@@ -1,0 +1,230 @@
+"""A layer of experts in three kernels, or one (``kernels/moe/decode.py``).
+
+norm and router -> first linear layers of the needed experts -> second ones (add to the residual
+stream)
+
+Where each rank has some of the experts, it computes what they add to all rows, and the partial sums
+of the ranks are added up (``rank_sums.py``). Shared experts are computed by the first rank; where
+tensor-parallel ranks share them, by each of these its share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_async.kernels import trial
+from megatron_async.kernels.gemm.tile_config import LAYER_NORM, padded
+from megatron_async.kernels.moe.shape import Live, MoeShape, MoeWeights
+from megatron_async.models.fused.ahead import Refused
+from megatron_async.models.fused.blocks.gemms import Work
+from megatron_async.models.fused.blocks.kernel_parameters import norm_of
+from megatron_async.models.fused.blocks.rank_sums import RankSums
+from megatron_async.models.fused.blocks.residual import LAYER, Norm, Step
+from megatron_async.models.moe.adapt import AdaptedMoELayer
+from megatron_async.models.moe.layer import MoELayer, SharedExpertMLP
+
+from megatron.core.transformer.moe.shared_experts import (  # isort: skip
+    SharedExpertMLP as MegatronSharedExpertMLP,
+)
+
+if TYPE_CHECKING:
+    from megatron_async.kernels.moe.decode import MoeDecode
+
+_ALIGNMENT = 16
+"""Sizes are multiples of it."""
+_MOST_EXPERTS, _MOST_CHOSEN = 512, 16
+
+
+def is_mixture(mlp: Any) -> bool:
+    """Whether it is a layer of experts of this package, or an adapted one."""
+    return type(mlp) in (MoELayer, AdaptedMoELayer)
+
+
+def experts_why_not(mlp: Any, config: Any) -> str | None:
+    """Why what :func:`is_mixture` knows is not computed by kernels."""
+    if not trial.MOE:
+        return trial.REASON
+    if mlp.fc1_latent_proj is not None:
+        return "its experts have latent projections"
+    if max(config.tensor_model_parallel_size, config.expert_model_parallel_size) > 1:
+        if getattr(mlp, "ranks", None) is None:
+            return "its experts are split over ranks"
+        if not trial.MOE_RANKS:
+            return f"its experts are split over ranks: {trial.REASON}"
+    settings = mlp.settings
+    if settings.num_experts > _MOST_EXPERTS or settings.top_k > _MOST_CHOSEN:
+        return f"{settings.top_k} of {settings.num_experts} experts are not covered"
+    w2 = mlp.weights[1]
+    if w2.shape[1] % _ALIGNMENT or w2.shape[2] % _ALIGNMENT:
+        return f"experts of {w2.shape[2]} x {w2.shape[1]} are not covered"
+    return _tensors_why_not(mlp) or _shared_why_not(mlp)
+
+
+def _tensors_why_not(mlp: Any) -> str | None:
+    given = [*mlp.weights, mlp.router.weight, mlp.router.bias]
+    for tensor in (tensor for tensor in given if tensor is not None):
+        if tensor.dtype != torch.bfloat16 or not tensor.is_contiguous() or tensor.data_ptr() % 16:
+            return "its experts or its router are not contiguous bfloat16"
+    expert_bias = mlp.router.expert_bias
+    if expert_bias is not None and expert_bias.dtype != torch.float32:
+        return f"its expert bias is {expert_bias.dtype}"
+    return None
+
+
+def _shared_why_not(mlp: Any) -> str | None:
+    """Why its shared experts are not computed as experts that each row has."""
+    shared = mlp.shared_experts
+    if shared is None:
+        return None
+    if type(shared) not in (SharedExpertMLP, MegatronSharedExpertMLP):
+        return f"{type(shared).__name__} is not covered"
+    inner = mlp.weights[1].shape[2]
+    if shared.linear_fc2.weight.shape[1] % inner:
+        return f"shared experts of {shared.linear_fc2.weight.shape[1]} are no multiple of {inner}"
+    if mlp.weights[2] is not None:
+        return "shared experts have no bias, and the others do"
+    if mlp.activation.limit is not None or mlp.activation.offset:
+        return "shared experts have another activation"
+    for linear in (shared.linear_fc1, shared.linear_fc2):
+        if linear.bias is not None:
+            return "shared experts have a bias"
+        if linear.weight.dtype != torch.bfloat16 or not linear.weight.is_contiguous():
+            return "shared experts are not contiguous bfloat16"
+    return None
+
+
+class ExpertKernels:
+    """The kernels of a model's layers of experts. Layers of one shape share theirs."""
+
+    def __init__(self, device: torch.device, sm_count: int) -> None:
+        self._device, self._sm_count = device, sm_count
+        self._kernels: dict[MoeShape, MoeDecode] = {}
+        self._sums: RankSums | None = None
+
+    def get(self, shape: MoeShape) -> MoeDecode:
+        """Those of a shape."""
+        from megatron_async.kernels.moe.decode import MoeDecode
+
+        if shape not in self._kernels:
+            self._kernels[shape] = MoeDecode(shape, self._device, sm_count=self._sm_count)
+        return self._kernels[shape]
+
+    def sums(self, mlp: Any) -> RankSums | None:
+        """Over the ranks that have some of the experts each; None for one rank."""
+        ranks = getattr(mlp, "ranks", None)
+        if ranks is None:
+            return None
+        if self._sums is None:
+            hidden = mlp.weights[1].shape[1]
+            self._sums = RankSums(ranks.sum_experts_, ranks.expert_words, hidden, self._device)
+        return self._sums
+
+
+class MoeBlock:
+    """Norm, router, experts and residual addition of one layer.
+
+    Args:
+        layer: one that ``coverage.mlp_why_not`` has nothing against.
+        where: it leaves statistics.
+    """
+
+    def __init__(self, layer: Any, kernels: ExpertKernels, where: int = LAYER) -> None:
+        self._where = where
+        self.norm: Norm = norm_of(layer.pre_mlp_layernorm)
+        self._mlp = layer.mlp
+        self._kernels = kernels.get(_shape_of(layer.mlp, self.norm))
+        self._sums = kernels.sums(layer.mlp)
+
+    @property
+    def has_waiting_grid(self) -> bool:
+        """For a few rows it has a kernel whose CTAs may wait for each other."""
+        return self._kernels.has_one_kernel
+
+    def why_not(self, rows: int, context: Any) -> str | None:
+        """None: it runs for all rows that are decoded in kernels."""
+        return None
+
+    def has_another_way(self, refused: Refused) -> bool:
+        """Whether other kernels take the place of one that the GPU does not run; from now on they
+        do."""
+        return self._kernels.without(refused.source, refused.reason)
+
+    def __call__(self, step: Step, given: Tensor | None, reader: Norm | None) -> Tensor | None:
+        """Add the layer's experts to the residual stream, see
+        :class:`~.attention_block.AttentionBlock` for the arguments."""
+        assert given is not None
+        residual, context = step.residual, step.context
+        hidden = residual.hidden
+        # Keys and values of dead rows go to the null block, the first.
+        live = Live(context.slot_mapping, context.block_size_tokens)
+        if self._sums is not None:
+            partial = self._sums.partial(residual)
+            self._kernels(
+                self._weights(), hidden, given, self.norm.eps, partial, live=live,
+                one_launch=context.grids_may_wait,
+            )  # fmt: skip
+            return self._sums.add(partial, None, residual, reader, self._where)
+        statistics = None
+        if reader is not None:
+            covered = self._kernels.statistic_rows(hidden.shape[0])
+            statistics = residual.statistics(self._where, covered)
+        self._kernels(
+            self._weights(), hidden, given, self.norm.eps, hidden, live=live, residual=hidden,
+            statistics_out=statistics, scaled=residual.scaled_for(reader),
+            one_launch=context.grids_may_wait,
+        )  # fmt: skip
+        return statistics
+
+    def _weights(self) -> MoeWeights:
+        mlp, shared = self._mlp, self._mlp.shared_experts
+        w1, w2, b1, b2 = mlp.weights
+        router = mlp.router
+        weights = MoeWeights(
+            (self.norm.weight, self.norm.bias), router.weight, w1, w2, router.bias,
+            router.expert_bias, b1, b2,
+        )  # fmt: skip
+        if not _has_shared_experts(mlp):
+            return weights
+        return weights._replace(
+            shared_w1=shared.linear_fc1.weight,
+            shared_w2=shared.linear_fc2.weight,
+            shared_gate=shared.gate_weight,
+        )
+
+    def statistic_rows(self, rows: int) -> int | None:
+        """Elements that one partial statistic at the end of the block covers, if its kernels emit
+        any."""
+        return self._kernels.statistic_rows(rows) if self._sums is None else None
+
+    def work(self, rows: int, context: Any, reader: Norm | None) -> Iterator[Work]:
+        """What is compiled ahead; Triton compiles at the first call."""
+        gate = _has_shared_experts(self._mlp) and self._mlp.shared_experts.gate_weight is not None
+        yield from self._kernels.work(rows, gate=gate, one_launch=context.grids_may_wait)
+        if self._sums is not None:
+            yield from self._sums.work(padded(rows), reader)
+
+
+def _shape_of(mlp: Any, norm: Norm) -> MoeShape:
+    held, hidden, inner = mlp.weights[1].shape
+    shared, count = mlp.shared_experts, 0
+    if _has_shared_experts(mlp):
+        count = shared.linear_fc2.weight.shape[1] // inner
+    ranks = getattr(mlp, "ranks", None)
+    begin = 0 if ranks is None else ranks.expert_rank * held
+    return MoeShape(
+        hidden, inner, mlp.settings, mlp.activation, count, center=norm.kind == LAYER_NORM,
+        expert_begin=begin, expert_end=begin + held,
+    )  # fmt: skip
+
+
+def _has_shared_experts(mlp: Any) -> bool:
+    """Whether this rank computes shared experts, or its share of them: of ranks with copies of them
+    the first one does."""
+    if mlp.shared_experts is None:
+        return False
+    ranks = getattr(mlp, "ranks", None)
+    return ranks is None or bool(ranks.expert_rank < ranks.layout.tensor)

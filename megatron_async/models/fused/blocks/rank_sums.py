@@ -1,0 +1,84 @@
+"""Partial sums of several ranks into the residual stream.
+
+Where the ranks reach each other's memory, and rows are few, one kernel does it
+(``kernels/ranks/peer_sum.py``); else an all-reduce, and the kernel that adds its sum to the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_async.kernels.gemm.tile_config import RMS_NORM, padded
+from megatron_async.models.fused.blocks.gemms import Work
+from megatron_async.models.fused.blocks.residual import AllReduce, Norm, Residual
+
+if TYPE_CHECKING:
+    from megatron_async.kernels.ranks.peer_sum import PeerWords
+
+
+class RankSums:
+    """Adds up over the ranks of one group. All of them choose alike.
+
+    Args:
+        all_reduce: over the group.
+        words: of the group; None where the ranks do not reach each other's memory.
+    """
+
+    def __init__(
+        self,
+        all_reduce: AllReduce,
+        words: PeerWords | None,
+        hidden_size: int,
+        device: torch.device,
+    ) -> None:
+        self._all_reduce, self._words, self._hidden_size = all_reduce, words, hidden_size
+        self._kernel = None
+        if words is not None:
+            from megatron_async.kernels.ranks.peer_sum import PeerSum
+
+            self._kernel = PeerSum(words, hidden_size, device)
+
+    def why_not(self, rows: int) -> str | None:
+        """Why the one kernel does not take padded ``rows``; None if it does."""
+        from megatron_async.kernels.ranks import peer_sum
+
+        if self._words is None:
+            return "the ranks do not reach each other's memory"
+        return peer_sum.why_not(self._hidden_size, rows, self._words)
+
+    def partial(self, residual: Residual) -> Tensor:
+        """bfloat16 ``[R, hidden size]``, where a rank leaves its partial sums."""
+        rows, size = residual.hidden.shape
+        return residual.workspace.buffer("partial", size)[:rows]
+
+    def add(
+        self,
+        partial: Tensor,
+        bias: Tensor | None,
+        residual: Residual,
+        reader: Norm | None,
+        where: int,
+    ) -> Tensor | None:
+        """``residual += sum of all ranks' partial + bias``; the statistics for the reader."""
+        rows = padded(partial.shape[0])
+        if self._kernel is None or self.why_not(rows) is not None:
+            self._all_reduce(partial)
+            return residual.add(partial, bias, reader, where)
+        statistics = None
+        if reader is not None:
+            statistics = residual.statistics(where, self._kernel.statistic_rows)
+        self._kernel(
+            partial, residual.hidden, rows, bias=bias, statistics=statistics,
+            scaled=residual.scaled_for(reader),
+        )  # fmt: skip
+        return statistics
+
+    def work(self, rows: int, reader: Norm | None) -> Iterator[Work]:
+        """What is compiled for padded ``rows``."""
+        if self._kernel is not None and self.why_not(rows) is None:
+            kind = 0 if reader is None else 1 if reader.kind == RMS_NORM else 2
+            yield self._kernel.work(rows, kind)

@@ -1,0 +1,77 @@
+"""The row-parallel GEMM at the end of a block, and what makes its output the residual stream.
+
+One rank: the GEMM's epilogue adds bias and residual and emits the statistics. Several ranks, each
+with a share of K: the GEMM stores the partial sums of its rank. What adds them up over the ranks
+(``rank_sums.py``) adds bias and residual, too, and emits the statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from megatron_async.kernels.gemm.tile_config import ADD, NO_NORM, STORE, padded
+from megatron_async.models.fused.blocks.gemms import SkinnyGemms, Work
+from megatron_async.models.fused.blocks.rank_sums import RankSums
+from megatron_async.models.fused.blocks.residual import Norm, Residual
+
+
+class RowParallel:
+    """``hidden += x W^T + bias`` over all ranks, and the statistics of the sum.
+
+    Args:
+        name, layer: the GEMM's role, and whose it is.
+        linear: has the weight ``[hidden size, k]`` of this rank, and the bias of all.
+        where: :data:`~.residual.LAYER` or :data:`~.residual.HALF`, where in a layer it stands.
+        sums: over the ranks that share K; None for one rank.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        linear: Any,
+        gemms: SkinnyGemms,
+        where: int,
+        sums: RankSums | None,
+        layer: int,
+    ) -> None:
+        self._linear, self._kernels, self._where = linear, gemms, where
+        self._sums = sums
+        epilogue = ADD if sums is None else STORE
+        self.gemm = gemms.declare(name, linear.weight, NO_NORM, epilogue, layer)
+
+    def __call__(self, x: Tensor, residual: Residual, reader: Norm | None) -> Tensor | None:
+        """``x`` is bfloat16 ``[R, k]``; returns the statistics for the reader."""
+        rows, hidden = x.shape[0], residual.hidden
+        kernel = self._kernels.get(self.gemm, padded(rows), _kind(reader))
+        weight, bias = self._linear.weight, self._linear.bias
+        if self._sums is None:
+            statistics = residual.statistics(self._where, kernel.statistic_rows)
+            kernel(
+                x, weight, hidden, bias=bias, residual=hidden, scaled=residual.scaled_for(reader),
+                statistics_out=statistics,
+            )  # fmt: skip
+            return statistics if reader is not None else None
+        partial = self._sums.partial(residual)
+        kernel(x, weight, partial)
+        return self._sums.add(partial, bias, residual, reader, self._where)
+
+    def statistic_rows(self, rows: int) -> int | None:
+        """Elements that one partial statistic of a step of ``rows`` rows covers, if the epilogue
+        emits any."""
+        tiling = self.gemm.tiling(padded(rows))
+        if self.gemm.epilogue != ADD or tiling is None:
+            return None
+        return tiling.statistic_rows(padded(rows))
+
+    def work(self, rows: int, reader: Norm | None) -> Iterator[Work]:
+        """What is compiled for padded ``rows``."""
+        yield self._kernels.work(self.gemm, rows, _kind(reader))
+        if self._sums is not None:
+            yield from self._sums.work(rows, reader)
+
+
+def _kind(reader: Norm | None) -> int:
+    return NO_NORM if reader is None else reader.kind

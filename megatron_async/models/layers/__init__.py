@@ -1,0 +1,1 @@
+"""The modules of decoder layers, with megatron-core's constructors."""

@@ -1,0 +1,1 @@
+"""How the processes of a model's ranks find each other, and what they share."""

@@ -1,0 +1,453 @@
+"""What a user gets back for a request, with megatron-core's names."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, NamedTuple, overload
+
+from megatron_async.errors import IntegrityError, RequestError
+from megatron_async.sampling_params import SamplingParams
+
+
+class Status(Enum):
+    """Where a request stands."""
+
+    WAITING_IN_QUEUE = 1
+    ACTIVE_AND_GENERATING_TOKENS = 2
+    ACTIVE_BUT_NOT_GENERATING_TOKENS = 3
+    COMPLETED = 4
+    FAILED = 5
+
+
+class FinishReason(str, Enum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+    """No token could be sampled: the model gave NaN, or the request's parameters left nothing. Its
+    events say more."""
+
+
+DEVICE_ENDS = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR})
+"""Ends that the device finds by itself, in the step that brings the last token."""
+
+
+class DynamicInferenceEventType(Enum):
+    """Lifecycle events of a request."""
+
+    ADD = auto()
+    PAUSE = auto()
+    EVICT = auto()
+    FINISH = auto()
+    FAIL = auto()
+    ERROR_TRANSIENT = auto()
+    ERROR_NONTRANSIENT = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicInferenceEvent:
+    """One lifecycle event; ``timestamp`` in seconds since the epoch, for people to read only."""
+
+    type: DynamicInferenceEventType
+    timestamp: float = field(default_factory=time.time)
+    payload: Any = None
+
+
+@dataclass(slots=True)
+class RequestCounters:
+    """What one request cost.
+
+    ``launched`` counts rows launched to sample a token, and ``accepted`` the tokens that rows
+    brought beyond one; when the request is over their sum is ``committed`` + ``discarded``.
+    ``drafted`` has the drafts that were verified in rows whose tokens were taken, and
+    ``accepted_by_position`` those that were accepted, by their place. ``cached`` counts prompt
+    tokens found in the prefix cache, ``replayed`` tokens computed again after evictions,
+    ``stalls`` the times it waited for a block, ``restarts`` the times it began again over new
+    weights: what it had generated until then counts as discarded.
+    """
+
+    launched: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_by_position: list[int] = field(default_factory=list)
+    committed: int = 0
+    discarded: int = 0
+    cached: int = 0
+    replayed: int = 0
+    stalls: int = 0
+    evictions: int = 0
+    restarts: int = 0
+
+
+class TokenLogProbs(NamedTuple):
+    """Log-probability of a token, and of the most likely tokens at its position, by token id, the
+    most likely first."""
+
+    log_prob: float
+    top: dict[int, float]
+
+
+class WeightSpan(NamedTuple):
+    """Generated tokens from ``start`` on were sampled with weights ``version``."""
+
+    start: int
+    version: int
+
+
+class SamplingSpan(NamedTuple):
+    """Tokens of steps from ``ticket`` on were sampled with ``params``."""
+
+    ticket: int
+    params: SamplingParams
+
+
+class StepReport(NamedTuple):
+    """How one step was committed.
+
+    ``effective_depth`` is the number of later steps that were in flight when the host took its
+    tokens; with none the step did not overlap, and ``reason`` says why. ``committed`` and
+    ``discarded`` count its tokens, ``drafted`` the drafts that came with the rows whose tokens were
+    taken, and ``accepted`` those of them that were right.
+    """
+
+    ticket: int
+    effective_depth: int
+    overlapped: bool
+    reason: str | None
+    committed: int
+    discarded: int
+    drafted: int = 0
+    accepted: int = 0
+
+
+def step_summary(reports: Iterable[StepReport]) -> dict[str, Any]:
+    """Committed steps in short, plain JSON types: ``tickets`` as [first, last] of each run without
+    a gap, how many had which ``effective_depth``, how many ``overlapped``, and why others did not.
+    A report that comes again, with the next token of the same step, counts once.
+    """
+    tickets: list[list[int]] = []
+    depths: Counter[int] = Counter()
+    reasons: Counter[str] = Counter()
+    overlapped = 0
+    for report in reports:
+        if tickets and report.ticket == tickets[-1][1]:
+            continue
+        if tickets and report.ticket == tickets[-1][1] + 1:
+            tickets[-1][1] = report.ticket
+        else:
+            tickets.append([report.ticket, report.ticket])
+        depths[report.effective_depth] += 1
+        overlapped += report.overlapped
+        if report.reason is not None:
+            reasons[report.reason] += 1
+    return {
+        "tickets": tickets,
+        "effective_depth": {str(depth): depths[depth] for depth in sorted(depths)},
+        "overlapped": overlapped,
+        "not_overlapped": dict(reasons),
+    }
+
+
+class TokenIds(list[int]):
+    """A list of token ids that can be used where megatron-core has a tensor of them."""
+
+    def tolist(self) -> list[int]:
+        """A list of its own."""
+        return list(self)
+
+    def numel(self) -> int:
+        """Number of tokens."""
+        return len(self)
+
+    @property
+    def shape(self) -> tuple[int]:
+        """The shape of a tensor of one dimension."""
+        return (len(self),)
+
+    @overload
+    def size(self, dim: None = None) -> tuple[int]: ...
+    @overload
+    def size(self, dim: int) -> int: ...
+    def size(self, dim: int | None = None) -> tuple[int] | int:
+        """:attr:`shape`, or the number of tokens of dimension 0 or -1."""
+        return self.shape if dim is None else self.shape[dim]
+
+
+_METADATA = {
+    "temperature": "float32",
+    "top_k": "int32",
+    "top_p": "float32",
+    "termination_id": "int64",
+    "return_log_probs": "bool",
+    "skip_prompt_log_probs": "bool",
+    "top_n_logprobs": "int32",
+}
+"""Columns of ``tracked_metadata``: sampling parameters and their torch dtypes, in megatron-core's
+order."""
+
+
+@dataclass(kw_only=True, eq=False)
+class DynamicInferenceRequest:
+    """One request: what was asked, what has been committed so far, and how it ended. It is its own
+    record too: megatron-core's may have several requests, ours have one.
+
+    ``generated_tokens`` grows only by commits, in order. ``latency`` is in seconds,
+    and so is ``queue_time``, from arrival to the first admission;
+    ``tpot`` lists the seconds between successive tokens of this request; those of one commit come
+    at once. ``steps`` has for each token the report of the step that brought it, ``sampling_spans``
+    from which step on changed sampling parameters hold. ``stop_reason`` is the stop word that ended
+    the request, or the token id, unless it is the model's own end token; ``seed`` is what its
+    randomness came from. ``choices`` has all sequences of a request with ``n`` or ``best_of``,
+    itself first.
+
+    Log-probabilities are None unless asked for. ``generated_log_probs`` has one for each generated
+    token, ``prompt_log_probs`` one for each prompt token but the first. The ``top_n`` lists have
+    for the same tokens those of the most likely ones, ``dict[int, float]`` by token id, the most
+    likely first; the token itself may not be among them. In engines that are built as megatron-core
+    builds them it is ``dict[str, float]``, by the tokens' texts.
+    """
+
+    request_id: int
+    prompt: str | None = None
+    prompt_tokens: TokenIds = field(default_factory=TokenIds)
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    generated_tokens: list[int] = field(default_factory=list)
+    generated_text: str | None = None
+    generated_log_probs: list[float] | None = None
+    prompt_log_probs: list[float] | None = None
+    generated_top_n_logprobs: list[Any] | None = None
+    prompt_top_n_logprobs: list[Any] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    seed: int | None = None
+    choices: list[DynamicInferenceRequest] = field(default_factory=list)
+    weight_spans: list[WeightSpan] = field(default_factory=list)
+    sampling_spans: list[SamplingSpan] = field(default_factory=list)
+    steps: list[StepReport] = field(default_factory=list)
+    status: Status = Status.WAITING_IN_QUEUE
+    arrival_time: float = field(default_factory=time.time)
+    queue_time: float | None = None
+    latency: float | None = None
+    tpot: list[float] = field(default_factory=list)
+    events: list[DynamicInferenceEvent] = field(default_factory=list)
+    counters: RequestCounters = field(default_factory=RequestCounters)
+
+    @property
+    def generated_length(self) -> int:
+        """Number of tokens generated so far."""
+        return len(self.generated_tokens)
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of tokens of the prompt."""
+        return len(self.prompt_tokens)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were found in the prefix cache."""
+        return self.counters.cached
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from arrival to the first token; None before it."""
+        return self.tpot[0] if self.tpot else None
+
+    def succeeded(self) -> bool:
+        """The request ran to its end."""
+        return self.status is Status.COMPLETED
+
+    def failed(self) -> bool:
+        """The request ended for another reason than its own: an error, or an abort."""
+        return self.status is Status.FAILED
+
+    def add_event(self, type: DynamicInferenceEventType, payload: Any = None) -> None:
+        """Append a lifecycle event."""
+        self.events.append(DynamicInferenceEvent(type, payload=payload))
+
+    def rollout(self) -> Rollout:
+        """What reinforcement learning needs of the request, in one record.
+
+        Raises:
+            RequestError: it has not ended, or its log-probabilities were not asked for.
+        """
+        if self.finish_reason is None:
+            raise RequestError(f"request {self.request_id} has not ended; wait for its future")
+        if self.generated_log_probs is None:
+            raise RequestError(
+                f"request {self.request_id} has no log-probabilities; add it with "
+                "return_log_probs=True"
+            )
+        return Rollout(
+            prompt_tokens=tuple(self.prompt_tokens),
+            generated_tokens=tuple(self.generated_tokens),
+            log_probs=tuple(self.generated_log_probs),
+            log_probs_mode=self.sampling_params.log_probs_mode,
+            weight_spans=tuple(self.weight_spans),
+            finish_reason=self.finish_reason,
+            seed=self.seed,
+        )
+
+    # --- a record, as megatron-core's ---------------------------------------------------------
+
+    @property
+    def requests(self) -> list[DynamicInferenceRequest]:
+        """The parts of the record: this request alone, also after evictions."""
+        return [self]
+
+    def __getitem__(self, index: int) -> DynamicInferenceRequest:
+        return self.requests[index]
+
+    def merge(self, tokenizer: Any = None) -> DynamicInferenceRequest:
+        """The parts of the record in one: this request."""
+        return self
+
+    @staticmethod
+    def get_metadata_types() -> list[tuple[str, Any, bool]]:
+        """Name and torch dtype of each of ``tracked_metadata``, and whether it is on the device."""
+        import torch
+
+        return [(name, getattr(torch, dtype), True) for name, dtype in _METADATA.items()]
+
+    @property
+    def tracked_metadata(self) -> list[Any]:
+        """The sampling parameters that a slot has on the device, without end token -1."""
+        values = [getattr(self.sampling_params, name) for name in _METADATA]
+        return [-1 if value is None else value for value in values]
+
+    def serialize(self) -> dict[str, Any]:
+        """All fields in plain JSON types."""
+        from megatron_async.request.request_json import request_to_json
+
+        return request_to_json(self)
+
+    @classmethod
+    def deserialize(cls, data: dict[str, Any]) -> DynamicInferenceRequest:
+        """The inverse of :meth:`serialize`, after a way through JSON text too. Errors in events
+        come back with their message.
+
+        Raises:
+            RequestError: a field is missing or unknown, or has a wrong value.
+        """
+        from megatron_async.request.request_json import request_from_json
+
+        return request_from_json(data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """A finished request for reinforcement learning. ``log_probs[i]`` is that of
+    ``generated_tokens[i]``, which was sampled with the weights of the last of ``weight_spans`` that
+    starts at or before i. :func:`megatron_async.request.rollouts.batch_of` makes tensors of several.
+
+    Raises:
+        IntegrityError: a token has no log-probability, or no weight version.
+    """
+
+    prompt_tokens: tuple[int, ...]
+    generated_tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    log_probs_mode: str
+    weight_spans: tuple[WeightSpan, ...]
+    finish_reason: FinishReason
+    seed: int | None
+
+    def __post_init__(self) -> None:
+        count = len(self.generated_tokens)
+        starts = [span.start for span in self.weight_spans]
+        if len(self.log_probs) != count:
+            raise IntegrityError(f"{count} tokens have {len(self.log_probs)} log-probabilities")
+        if count and (starts[:1] != [0] or starts != sorted(starts) or starts[-1] >= count):
+            raise IntegrityError(f"{count} tokens have weight spans that start at {starts}")
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Prompt and generated tokens."""
+        return self.prompt_tokens + self.generated_tokens
+
+    @property
+    def loss_mask(self) -> tuple[int, ...]:
+        """1 for each of ``tokens`` that was generated, 0 for the prompt's."""
+        return (0,) * len(self.prompt_tokens) + (1,) * len(self.generated_tokens)
+
+    @property
+    def weight_versions(self) -> tuple[int, ...]:
+        """The version of the weights that sampled each generated token."""
+        ends = [*[span.start for span in self.weight_spans[1:]], len(self.generated_tokens)]
+        return tuple(
+            span.version
+            for span, end in zip(self.weight_spans, ends, strict=False)
+            for _ in range(span.start, end)
+        )
+
+    @property
+    def is_truncated(self) -> bool:
+        """It did not end by itself: its length did it, or it was aborted or failed."""
+        return self.finish_reason is not FinishReason.STOP
+
+
+class RequestFuture(concurrent.futures.Future[DynamicInferenceRequest]):
+    """Result of ``add_request``: ``result()`` for threads, ``await`` for coroutines, while somebody
+    steps the engine. ``cancel()`` aborts the request at the next step, and so does cancelling a
+    task that awaits it.
+
+    A callback that is added in a running event loop is called in that loop, as asyncio's are, so
+    that ``asyncio.wait`` takes these futures too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._of_loops: list[tuple[Callable[[Any], object], Callable[[Any], None]]] = []
+
+    def when_done(self, fn: Callable[[Any], object]) -> None:
+        """Call ``fn`` at once when the future is done, in the thread that resolves it."""
+        super().add_done_callback(fn)
+
+    def add_done_callback(self, fn: Callable[[Any], object], *, context: Any = None) -> None:
+        """Call ``fn`` with this future when it is done: in the event loop that runs now, or as
+        :meth:`when_done` if there is none."""
+        import asyncio
+
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self.when_done(fn)
+            return
+
+        def call(future: Any) -> None:
+            if any(each is call for _, each in self._of_loops):
+                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there
+                    loop.call_soon_threadsafe(fn, future, context=context)
+
+        self._of_loops.append((fn, call))
+        self.when_done(call)
+
+    def remove_done_callback(self, fn: Callable[[Any], object]) -> int:
+        """Forget a callback that was added in an event loop; returns how many times it was."""
+        kept = [each for each in self._of_loops if each[0] != fn]
+        removed = len(self._of_loops) - len(kept)
+        self._of_loops = kept
+        return removed
+
+    def cancel(self) -> bool:
+        """Abort the request, unless it has ended."""
+        if self.cancelled():
+            return True
+        if not super().cancel():
+            return False
+        # For threads that wait in ``concurrent.futures.wait``; once.
+        with contextlib.suppress(concurrent.futures.InvalidStateError, RuntimeError):
+            self.set_running_or_notify_cancel()
+        return True
+
+    def __await__(self) -> Generator[Any, None, DynamicInferenceRequest]:
+        import asyncio
+
+        return asyncio.wrap_future(self).__await__()

@@ -1,0 +1,124 @@
+"""Requests as plain JSON, and back: most fields as their types say; the others are named here."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, get_type_hints
+
+from megatron_async.codec import from_plain, to_plain
+from megatron_async.errors import RequestError, error_named
+from megatron_async.request.request import (
+    DynamicInferenceEvent,
+    DynamicInferenceEventType,
+    DynamicInferenceRequest,
+    SamplingSpan,
+    Status,
+    TokenIds,
+)
+from megatron_async.sampling_params import SamplingParams
+
+_TOPS = ("generated_top_n_logprobs", "prompt_top_n_logprobs")
+
+
+def request_to_json(request: DynamicInferenceRequest) -> dict[str, Any]:
+    """All fields of a request in plain JSON types; of ``choices`` those beyond itself."""
+    values = {f.name: getattr(request, f.name) for f in dataclasses.fields(request)}
+    values |= {
+        "sampling_params": request.sampling_params.serialize(),
+        "choices": [request_to_json(choice) for choice in request.choices if choice is not request],
+        "weight_spans": [list(span) for span in request.weight_spans],
+        "sampling_spans": [[s.ticket, s.params.serialize()] for s in request.sampling_spans],
+        "steps": [list(report) for report in request.steps],
+        "status": request.status.name,
+        "events": [
+            {"type": event.type.name, "timestamp": event.timestamp, "payload": event.payload}
+            for event in request.events
+        ],
+    }
+    for name in _TOPS:
+        if values[name] is not None:
+            values[name] = [_top_to_json(top) for top in values[name]]
+    data: dict[str, Any] = to_plain(values, _error_to_json)
+    return data
+
+
+def _top_to_json(top: dict[Any, float]) -> Any:
+    """By text as pairs: in JSON text token ids are strings too."""
+    by_text = any(isinstance(token, str) for token in top)
+    return [[token, of] for token, of in top.items()] if by_text else top
+
+
+def _error_to_json(payload: Any) -> Any:
+    """What an event says that is no plain data: mostly an error."""
+    if isinstance(payload, Exception):
+        return {"type": type(payload).__name__, "message": str(payload)}
+    return to_plain(payload)
+
+
+@functools.cache
+def _types() -> dict[str, Any]:
+    return get_type_hints(DynamicInferenceRequest)
+
+
+def request_from_json(data: dict[str, Any]) -> DynamicInferenceRequest:
+    """The inverse of :func:`request_to_json`.
+
+    Raises:
+        RequestError: a field is missing or unknown, or has a wrong value.
+    """
+    types = _types()
+    if not isinstance(data, dict) or not data.keys() <= types.keys() or "request_id" not in data:
+        raise RequestError(
+            "this is no serialized request; give what DynamicInferenceRequest.serialize() returned"
+        )
+    values = {}
+    for name, value in data.items():
+        convert = _FROM_JSON.get(name)
+        try:
+            values[name] = from_plain(value, types[name]) if convert is None else convert(value)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RequestError(f"{name} of the serialized request is not valid: {error}") from error
+    request = DynamicInferenceRequest(**values)
+    if request.choices:
+        request.choices.insert(0, request)
+    return request
+
+
+def _event(data: dict[str, Any]) -> DynamicInferenceEvent:
+    payload = data["payload"]
+    if isinstance(payload, dict) and payload.keys() == {"type", "message"}:
+        said = payload["message"]
+        payload = error_named(str(payload["type"]), said) or RequestError(said)
+    return DynamicInferenceEvent(
+        DynamicInferenceEventType[data["type"]], timestamp=data["timestamp"], payload=payload
+    )
+
+
+def _tops(tops: Any) -> list[dict[Any, float]] | None:
+    if tops is None:
+        return None
+    return [
+        from_plain(top, dict[int, float])
+        if isinstance(top, dict)
+        else dict(from_plain(top, list[tuple[str, float]]))
+        for top in tops
+    ]
+
+
+def _sampling_span(data: Any) -> SamplingSpan:
+    ticket, params = data
+    return SamplingSpan(ticket, SamplingParams.deserialize(params))
+
+
+_FROM_JSON: dict[str, Callable[[Any], Any]] = {
+    "prompt_tokens": lambda tokens: TokenIds(from_plain(tokens, list[int])),
+    "sampling_params": SamplingParams.deserialize,
+    "choices": lambda choices: [request_from_json(choice) for choice in choices],
+    "sampling_spans": lambda spans: [_sampling_span(span) for span in spans],
+    "status": Status.__getitem__,
+    "events": lambda events: [_event(event) for event in events],
+    **dict.fromkeys(_TOPS, _tops),
+}
+"""Fields whose JSON is not that of their types."""

@@ -1,0 +1,78 @@
+"""Rollouts as tensors, for a trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_async.errors import RequestError, shown
+from megatron_async.request.request import Rollout
+
+NO_VERSION = -1
+"""Weight version of a token that no weights have sampled."""
+
+
+class RolloutBatch(NamedTuple):
+    """Rollouts of one batch, padded on the right to the longest, ``[B, T]`` each.
+
+    What is about a token stands at its place: the logits that it was sampled from are those of the
+    place before.
+
+    Attributes:
+        tokens: int64, prompt and generated tokens.
+        attention_mask: bool, no padding.
+        loss_mask: bool, tokens to learn from: generated, and by weights that are not too old.
+        log_probs: float32, of generated tokens, when they were sampled; 0 elsewhere.
+        weight_versions: int64, of the weights that sampled a token; -1 for others.
+    """
+
+    tokens: Tensor
+    attention_mask: Tensor
+    loss_mask: Tensor
+    log_probs: Tensor
+    weight_versions: Tensor
+
+
+def batch_of(
+    rollouts: Sequence[Rollout],
+    *,
+    pad_token_id: int = 0,
+    oldest_version: int = 0,
+    mask_truncated: bool = False,
+) -> RolloutBatch:
+    """Tensors of ``rollouts`` on the CPU.
+
+    Args:
+        oldest_version: tokens that older weights sampled are masked, so that none is more than a
+            bounded number of updates behind.
+        mask_truncated: rollouts that did not end by themselves are masked as a whole.
+
+    Raises:
+        RequestError: there is no rollout, or an argument is wrong.
+    """
+    if not rollouts:
+        raise RequestError("a batch needs at least one rollout")
+    for each in rollouts:
+        if not isinstance(each, Rollout):
+            raise RequestError(f"a {type(each).__name__} is no rollout; give request.rollout()")
+    for name, value in (("pad_token_id", pad_token_id), ("oldest_version", oldest_version)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise RequestError(f"{name}={shown(value)} must be an integer")
+    shape = len(rollouts), max(len(rollout.tokens) for rollout in rollouts)
+    tokens = torch.full(shape, pad_token_id, dtype=torch.int64)
+    attention_mask = torch.zeros(shape, dtype=torch.bool)
+    loss_mask = torch.zeros(shape, dtype=torch.bool)
+    log_probs = torch.zeros(shape, dtype=torch.float32)
+    versions = torch.full(shape, NO_VERSION, dtype=torch.int64)
+    for row, rollout in enumerate(rollouts):
+        start, end = len(rollout.prompt_tokens), len(rollout.tokens)
+        tokens[row, :end] = torch.tensor(rollout.tokens, dtype=torch.int64)
+        attention_mask[row, :end] = True
+        log_probs[row, start:end] = torch.tensor(rollout.log_probs, dtype=torch.float32)
+        versions[row, start:end] = torch.tensor(rollout.weight_versions, dtype=torch.int64)
+        if not (mask_truncated and rollout.is_truncated):
+            loss_mask[row, start:end] = versions[row, start:end] >= oldest_version
+    return RolloutBatch(tokens, attention_mask, loss_mask, log_probs, versions)

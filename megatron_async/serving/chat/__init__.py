@@ -1,0 +1,1 @@
+"""Chats: messages, templates, and tool calls in what a model writes."""

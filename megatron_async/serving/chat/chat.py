@@ -1,0 +1,268 @@
+"""Chats as the endpoints need them: the only user of chat templates and of tool-call parsers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_async.errors import RequestError
+from megatron_async.request import parameter_checks as checks
+from megatron_async.sampling_params import SamplingParams
+from megatron_async.serving.front_end.limited_worker import LimitedWorkers, TooMuchError
+from megatron_async.serving.http.errors import ApiError, renamed
+
+Tool = Mapping[str, Any]
+
+
+class Templates(Protocol):
+    """What is needed of ``ChatTemplates``."""
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Tool] | None = None,
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text; raises RequestError, which names the message and field."""
+
+    def source(self, name: str | None = None, *, tools: bool = False) -> str:
+        """The text of a template; raises RequestError if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools that an answer may call.
+
+    Args:
+        tools: offered to the model; none for a text and nothing else.
+        required: the answer is calls and nothing else.
+        structure: the structured output that an answer of calls conforms to.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    required: bool = False
+    structure: dict[str, Any] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the tools."""
+        return tuple(tool["function"]["name"] for tool in self.tools)
+
+
+def with_tools(params: SamplingParams, tools: ToolUse) -> SamplingParams:
+    """``params`` with the structure that calls have; raises ApiError if there is another one."""
+    if tools.structure is not None:
+        if params.structured_outputs is not None:
+            said = "tool_choice and a structured output contradict each other; send one of them"
+            raise ApiError(400, said, param="tool_choice")
+        try:
+            structure = checks.structure("structured_outputs", tools.structure)
+        except RequestError as error:
+            raise renamed(error, {"structured_outputs": "tools"}) from None
+        return dataclasses.replace(params, structured_outputs=structure)
+    return params
+
+
+@dataclass(slots=True)
+class Message:
+    """A whole message, from its deltas."""
+
+    content: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, deltas: Sequence[dict[str, Any]]) -> None:
+        """The next deltas, in order."""
+        for delta in deltas:
+            if "content" in delta:
+                self.content.append(delta["content"])
+            for call in delta.get("tool_calls", ()):
+                if call["index"] == len(self.calls):
+                    function = {"name": call["function"]["name"], "arguments": ""}
+                    self.calls.append({"id": call["id"], "type": "function", "function": function})
+                self.calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as OpenAI's API has it: without content where there are calls alone."""
+        text = "".join(self.content)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if self.calls:
+            message["content"] = text or None
+            message["tool_calls"] = self.calls
+        return message
+
+
+class MessageParser:
+    """Makes deltas of a message of its text, as it comes.
+
+    Args:
+        parser: finds tool calls; None leaves all as content.
+    """
+
+    def __init__(self, parser: Any = None) -> None:
+        self._parser = parser
+
+    def push(self, text: str) -> list[dict[str, Any]]:
+        """Deltas that ``text`` completes."""
+        if self._parser is None:
+            return [{"content": text}] if text else []
+        return [_delta(part) for part in self._parser.push(text)]
+
+    def finish(self) -> list[dict[str, Any]]:
+        """Deltas of what is left."""
+        if self._parser is None:
+            return []
+        return [_delta(part) for part in self._parser.finish()]
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """``tool_calls`` where a message with calls has come to its end."""
+        called = self._parser is not None and self._parser.call_count > 0
+        return "tool_calls" if called and reason == "stop" else reason
+
+
+def _delta(part: Any) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"content": part}
+    call: dict[str, Any] = {"index": part.index, "function": {"arguments": part.arguments}}
+    if part.id is not None:
+        call |= {"id": part.id, "type": "function"}
+        call["function"] = {"name": part.name, **call["function"]}
+    return {"tool_calls": [call]}
+
+
+class Renderer(Protocol):
+    """Runs templates elsewhere."""
+
+    async def call(self, **arguments: Any) -> str:
+        """What ``Templates.render_chat`` gives, and raises; or TooMuchError."""
+
+    def close(self) -> None:
+        """Nothing is rendered any more."""
+
+
+class Chat:
+    """Prompts of chats, and what the texts that answer them are.
+
+    Args:
+        templates: of the model.
+        tool_format: how the model writes tool calls; None for what its template says.
+        renderer: where the templates run, which are programs; None for here.
+    """
+
+    def __init__(
+        self,
+        templates: Templates,
+        *,
+        tool_format: str | None = None,
+        renderer: Renderer | None = None,
+    ) -> None:
+        self._templates = templates
+        self._tool_format = tool_format
+        self._renderer = renderer
+
+    @classmethod
+    def from_directory(
+        cls,
+        path: str | Path,
+        *,
+        chat_template: str | None = None,
+        tokenizer_model: str | None = None,
+        tool_format: str | None = None,
+    ) -> Chat:
+        """That of a model directory; raises CheckpointError."""
+        from megatron_async.serving.chat.chat_template import ChatTemplates
+        from megatron_async.serving.chat.template_sandbox import MAX_SECONDS
+
+        templates = ChatTemplates.from_directory(
+            path, chat_template=chat_template, tokenizer_model=tokenizer_model
+        )
+        renderer = LimitedWorkers(
+            ChatTemplates.__module__, templates.to_dict(), seconds=MAX_SECONDS
+        )
+        return cls(templates, tool_format=tool_format, renderer=renderer)
+
+    def close(self) -> None:
+        """No prompt is made any more."""
+        if self._renderer is not None:
+            self._renderer.close()
+
+    async def prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: ToolUse,
+        *,
+        names: Mapping[str, str] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text, begin token included if the template writes one.
+
+        Args:
+            names: what the API calls ``messages`` and the rest.
+            add_generation_prompt, continue_final_message, chat_template_kwargs: see ChatTemplates.
+
+        Raises:
+            ApiError: names the message and field.
+        """
+        arguments: dict[str, Any] = {
+            "messages": messages,
+            "tools": tools.tools or None,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        try:
+            if self._renderer is None:
+                return self._templates.render_chat(**arguments)
+            return await self._renderer.call(**arguments)
+        except TooMuchError as error:
+            said = f"messages: chat template: {error}"
+            raise renamed(RequestError(said), names or {}) from None
+        except RequestError as error:
+            raise renamed(error, names or {}) from None
+
+    def parser(self, tools: ToolUse) -> MessageParser:
+        """A parser of one answer."""
+        if not tools.tools:
+            return MessageParser()
+        from megatron_async.serving.chat.tool_calls import (
+            ToolCallParser,
+            ToolFormat,
+            tool_format_of,
+        )
+
+        if tools.required:
+            return MessageParser(ToolCallParser(ToolFormat.JSON, names=tools.names))
+        format = self._tool_format or tool_format_of(self._templates.source(tools=True))
+        return MessageParser(format and ToolCallParser(format, names=tools.names))
+
+    def tool_use(self, tools: Sequence[Any] | None, choice: Any, parallel: bool) -> ToolUse:
+        """What ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of a request ask.
+
+        Raises:
+            ApiError: names the field.
+        """
+        if not tools and choice in (None, "none"):
+            return ToolUse()
+        from megatron_async.serving.chat.tool_calls import (
+            allowed_tools,
+            checked_tool_choice,
+            checked_tools,
+            structured_outputs_for,
+        )
+
+        try:
+            checked, choice = allowed_tools(checked_tools(tools), choice)
+            chosen = checked_tool_choice(checked, choice)
+            structure = structured_outputs_for(checked, choice, parallel=parallel)
+        except RequestError as error:
+            raise renamed(error, {}) from None
+        if chosen.mode == "none":
+            return ToolUse()
+        return ToolUse(tuple(checked), required=chosen.forced, structure=structure)

@@ -1,0 +1,1 @@
+"""What each path takes and answers."""

@@ -1,0 +1,177 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from megatron_async.serving.chat.chat import Message, MessageParser, ToolUse, with_tools
+from megatron_async.serving.endpoints.log_prob_shapes import chat_log_probs, prompt_log_probs
+from megatron_async.serving.endpoints.request_shapes import ChatCompletionRequest
+from megatron_async.serving.front_end.generation import Choice, Job, Piece, usage_of
+from megatron_async.serving.http.errors import json_response
+from megatron_async.serving.http.frontend import Frontend, log_jobs
+from megatron_async.serving.http.sse import DONE, EventStream, event, until_disconnect
+
+
+async def create_chat_completion(
+    front: Frontend, request: Request, body: ChatCompletionRequest
+) -> Response:
+    """The assistant's next message, whole or as a stream."""
+    model = front.check_model(body.model)
+    tools = front.chat.tool_use(body.tools, body.tool_choice, body.parallel_tool_calls is not False)
+    params = with_tools(
+        body.with_defaults(front.config.sampling_defaults).params(front.config.max_choices), tools
+    )
+    await front.generator.check_room(params)
+    text = await front.chat.prompt(
+        body.messages,
+        tools,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+    # By default none: the template writes the begin token itself.
+    adds = bool(body.add_special_tokens)
+    job = await front.generator.job(
+        await front.generator.tokenize(text, add_special_tokens=adds, field="messages"),
+        params,
+        names={**body.engine_names(), "prompt": "messages"},
+        priority=body.priority,
+        skip_special_tokens=body.skip_special_tokens is not False,
+    )
+    log_jobs(request, [job], model)
+    head = {
+        "id": f"chatcmpl-{request.state.request_id}",
+        "object": "chat.completion.chunk" if body.stream else "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+    }
+    answer = _ChatCompletion(front, body, tools, job, head)
+    if body.stream:
+        return EventStream(answer.events())
+    return json_response(await until_disconnect(request.receive, answer.whole()))
+
+
+class _ChatCompletion:
+    """The answer to one request."""
+
+    def __init__(
+        self,
+        front: Frontend,
+        body: ChatCompletionRequest,
+        tools: ToolUse,
+        job: Job,
+        head: dict[str, Any],
+    ) -> None:
+        self._front = front
+        self._body = body
+        self._tools = tools
+        self._job = job
+        self._head = head
+        self._top = body.log_probs
+
+    async def whole(self) -> dict[str, Any]:
+        """The JSON of the answer."""
+        job = self._job
+        choices = [
+            self._choice(index, choice)
+            for index, choice in enumerate(await self._front.generator.whole(job))
+        ]
+        answer = {**self._head, "choices": choices, "usage": usage_of([job]).to_dict()}
+        if self._body.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = self._prompt_log_probs()
+        if self._body.return_token_ids:
+            answer["prompt_token_ids"] = job.prompt
+        return answer
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        message = Message()
+        parser = self._parser()
+        message.add(parser.push(choice.text))
+        message.add(parser.finish())
+        shown: dict[str, Any] = {
+            "index": index,
+            "message": message.to_dict(),
+            "logprobs": self._log_probs(choice.token_ids, choice.log_probs),
+            "finish_reason": parser.finish_reason(choice.finish_reason),
+            "stop_reason": choice.stop_reason,
+        }
+        if self._body.return_token_ids:
+            shown["token_ids"] = choice.token_ids
+        return shown
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The events of the answer as a stream."""
+        parsers: dict[int, MessageParser] = {}
+        async with contextlib.aclosing(self._front.generator.stream(self._job)) as pieces:
+            async for piece in pieces:
+                index = piece.output.index
+                parser = parsers.get(index)
+                if parser is None:
+                    parser = parsers[index] = self._parser()
+                    yield event(self._first(index, is_first=len(parsers) == 1))
+                for chunk in self._chunks(piece, parser):
+                    yield event(chunk)
+        if self._body.wants_usage:
+            usage = usage_of([self._job]).to_dict()
+            yield event({**self._head, "choices": [], "usage": usage})
+        yield DONE
+
+    def _first(self, index: int, *, is_first: bool) -> dict[str, Any]:
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        chunk: dict[str, Any] = {**self._head, "choices": [choice]}
+        if is_first and self._body.prompt_logprobs is not None:
+            chunk["prompt_logprobs"] = self._prompt_log_probs()
+        if is_first and self._body.return_token_ids:
+            chunk["prompt_token_ids"] = self._job.prompt
+        return chunk
+
+    def _chunks(self, piece: Piece, parser: MessageParser) -> list[dict[str, Any]]:
+        """What a piece adds to the message; its last chunk ends the choice."""
+        output, reason = piece.output, piece.finish_reason
+        deltas = parser.push(piece.text)
+        if reason is not None:
+            deltas = [*deltas, *parser.finish()]
+        log_probs = self._log_probs(output.token_ids, output.log_probs or ())
+        # Tokens whose text is held back are shown with their log-probabilities at once.
+        if not deltas and (reason is not None or log_probs or self._body.return_token_ids):
+            deltas = [{}]
+        chunks = []
+        for number, delta in enumerate(deltas, start=1):
+            is_last = number == len(deltas)
+            shown: dict[str, Any] = {
+                "index": output.index,
+                "delta": delta,
+                "logprobs": log_probs if number == 1 else None,
+                "finish_reason": None,
+            }
+            if self._body.return_token_ids:
+                shown["token_ids"] = output.token_ids if number == 1 else []
+            if is_last and reason is not None:
+                shown["finish_reason"] = parser.finish_reason(reason)
+                shown["stop_reason"] = output.stop_reason
+            chunk = {**self._head, "choices": [shown]}
+            if self._body.wants_continuous_usage:
+                chunk["usage"] = usage_of([self._job]).to_dict()
+            chunks.append(chunk)
+        return chunks
+
+    def _parser(self) -> MessageParser:
+        return self._front.chat.parser(self._tools)
+
+    def _log_probs(self, ids: list[int], log_probs: Any) -> dict[str, Any] | None:
+        if self._top is None or not log_probs:
+            return None
+        as_ids = bool(self._body.return_tokens_as_token_ids)
+        return chat_log_probs(self._front.token_names, ids, log_probs, self._top, as_ids=as_ids)
+
+    def _prompt_log_probs(self) -> list[dict[str, Any] | None]:
+        job, top = self._job, self._body.prompt_logprobs or 0
+        return prompt_log_probs(self._front.token_names, job.prompt, job.prompt_log_probs, top)

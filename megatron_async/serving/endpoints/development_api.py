@@ -1,0 +1,184 @@
+"""Endpoints of vLLM's development mode: sleep, and new weights from a trainer such as TRL's.
+
+They change the engine and, without keys, need none, so they are there by option alone.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from megatron_async.errors import ConfigError, RequestError
+from megatron_async.serving.endpoints.engine_api import PauseMode
+from megatron_async.serving.endpoints.request_shapes import Body, Several
+from megatron_async.serving.http.errors import ApiError, json_response
+from megatron_async.serving.http.frontend import Frontend
+from megatron_async.serving.http.keys import Access
+from megatron_async.serving.http.rights import needs
+from megatron_async.serving.http.sse import until_disconnect
+
+WORLD_SIZE = 1
+"""Processes of the engine that take part in a weight-transfer group."""
+MAX_TENSORS = 1 << 20
+
+PATHS = frozenset(
+    {
+        "/sleep", "/wake_up", "/is_sleeping", "/is_paused", "/abort_requests", "/server_info",
+        "/get_world_size", "/init_weight_transfer_engine", "/start_weight_update",
+        "/update_weights", "/finish_weight_update",
+    }
+)  # fmt: skip
+
+
+class InitInfo(Body):
+    """Where the trainer, rank 0 of ``world_size``, listens. The engine's rank is ``rank_offset``.
+    ``packed``: all tensors come in buffers of bytes."""
+
+    master_address: str = Field(min_length=1, max_length=255)
+    master_port: int = Field(ge=1, le=65535)
+    rank_offset: int = Field(default=1, ge=1)
+    world_size: int = Field(ge=2)
+    packed: bool = False
+
+
+class InitRequest(Body):
+    """``POST /init_weight_transfer_engine``."""
+
+    init_info: InitInfo
+
+
+class UpdateInfo(Body):
+    """The tensors that the trainer sends now, in their order. Packed ones come in buffers that are
+    full as the trainer's are."""
+
+    names: Several[str] = Field(max_length=MAX_TENSORS)
+    dtype_names: Several[str] = Field(max_length=MAX_TENSORS)
+    shapes: Several[Several[int]] = Field(max_length=MAX_TENSORS)
+    packed: bool = False
+    packed_buffer_size_bytes: int | None = Field(default=None, ge=1)
+
+
+class UpdateRequest(Body):
+    """``POST /update_weights``."""
+
+    update_info: UpdateInfo
+
+
+class StartRequest(Body):
+    """``POST /start_weight_update``. Weights are in the format of checkpoints in any case."""
+
+    is_checkpoint_format: bool = True
+
+
+class AbortRequest(Body):
+    """``POST /abort_requests``: all of them."""
+
+    request_ids: Several[str] | None = None
+
+
+def add_development_endpoints(app: FastAPI, front: Frontend) -> None:
+    """Add them to ``app``."""
+    _add_sleep(app, front)
+    _add_weight_transfer(app, front)
+
+
+async def _ask(front: Frontend, name: str, **arguments: Any) -> dict[str, Any]:
+    """A control of the engine; raises ApiError for what the client can change."""
+    try:
+        return await front.generator.command(name, **arguments)
+    except (RequestError, ConfigError) as error:
+        raise ApiError(400, str(error)) from None
+
+
+def _add_sleep(app: FastAPI, front: Frontend) -> None:
+    @app.post("/sleep", response_model=None)
+    @needs(Access.ADMINISTRATOR)
+    async def sleep(level: Annotated[int, Query()] = 1, mode: PauseMode = "keep") -> Response:
+        return json_response(await _ask(front, "sleep", level=level, mode=mode))
+
+    @app.post("/wake_up", response_model=None)
+    @needs(Access.ADMINISTRATOR)
+    async def wake_up(tags: Annotated[list[str] | None, Query()] = None) -> Response:
+        return json_response(await _ask(front, "wake_up", tags=tags))
+
+    @app.get("/is_sleeping", response_model=None)
+    @needs(Access.CLIENT)
+    async def is_sleeping() -> Response:
+        return json_response(await _state(front, "is_sleeping"))
+
+    @app.post("/abort_requests", response_model=None)
+    @needs(Access.ADMINISTRATOR)
+    async def abort_requests(body: AbortRequest | None = None) -> Response:
+        if body is not None and body.request_ids:
+            said = "request_ids cannot be given yet; leave them out to abort all requests"
+            raise ApiError(400, said, param="request_ids")
+        return json_response({"status": "aborted", **await _ask(front, "abort_requests")})
+
+    @app.get("/is_paused", response_model=None)
+    @needs(Access.CLIENT)
+    async def is_paused() -> Response:
+        return json_response(await _state(front, "is_paused"))
+
+
+async def _state(front: Frontend, name: str) -> dict[str, Any]:
+    return {name: (await _ask(front, "state"))[name]}
+
+
+def _add_weight_transfer(app: FastAPI, front: Frontend) -> None:
+    backend = front.config.weight_transfer_backend
+
+    @app.get("/server_info", response_model=None)
+    @needs(Access.CLIENT)
+    async def server_info() -> Response:
+        info = await front.generator.info()
+        transfer = None if backend is None else {"backend": backend}
+        model = {"dtype": f"torch.{info.dtype}", "max_model_len": info.max_sequence_length}
+        return json_response(
+            {"vllm_config": {"weight_transfer_config": transfer, "model_config": model}}
+        )
+
+    @app.get("/get_world_size", response_model=None)
+    @needs(Access.CLIENT)
+    async def get_world_size() -> Response:
+        return json_response({"world_size": WORLD_SIZE})
+
+    @app.post("/init_weight_transfer_engine", response_model=None)
+    @needs(Access.ADMINISTRATOR)
+    async def init_weight_transfer_engine(request: Request, body: InitRequest) -> Response:
+        if backend is None:
+            said = "start the server with --weight-transfer-config"
+            raise ApiError(400, f"there is no weight-transfer engine; {said}")
+        info = body.init_info
+        joined = _ask(
+            front, "init_weight_transfer", backend=backend, address=info.master_address,
+            port=info.master_port, rank=info.rank_offset, world_size=info.world_size,
+            packed=info.packed,
+        )  # fmt: skip
+        await until_disconnect(request.receive, joined)
+        return json_response({"message": "Weight transfer initialized"})
+
+    @app.post("/start_weight_update", response_model=None)
+    @needs(Access.ADMINISTRATOR)
+    async def start_weight_update(body: StartRequest | None = None) -> Response:
+        await _ask(front, "start_weight_update")
+        return json_response({"message": "Weight update started"})
+
+    @app.post("/update_weights", response_model=None)
+    @needs(Access.ADMINISTRATOR)
+    async def update_weights(body: UpdateRequest) -> Response:
+        info = body.update_info
+        taken = await _ask(
+            front, "receive_weights", names=info.names, dtypes=info.dtype_names,
+            shapes=info.shapes, packed=info.packed, buffer_bytes=info.packed_buffer_size_bytes,
+        )  # fmt: skip
+        return json_response({"message": "Weights updated", **taken})
+
+    @app.post("/finish_weight_update", response_model=None)
+    @needs(Access.ADMINISTRATOR)
+    async def finish_weight_update() -> Response:
+        done = await _ask(front, "finish_weight_update")
+        return json_response({"message": "Weight update finished", **done})

@@ -1,0 +1,456 @@
+"""The requests of OpenAI's API, with vLLM's further fields, and what they ask of the engine.
+
+Fields that are not here are ignored, as OpenAI's API does; values of a wrong type are errors.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    WrapValidator,
+)
+from pydantic_core import PydanticCustomError
+
+from megatron_async.errors import RequestError
+from megatron_async.grammar.spec import StructuredOutputs
+from megatron_async.request.parameter_checks import in_range
+from megatron_async.request.parameter_ranges import INTEGERS, NUMBERS
+from megatron_async.sampling_params import SamplingParams
+from megatron_async.serving.chat.chat_messages import plain
+from megatron_async.serving.http.errors import ApiError, renamed
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""What OpenAI's API generates for a completion that names no length."""
+
+
+MAX_MESSAGES = 16_384
+MAX_TEXTS = 1024
+"""Stop words, or bad ones."""
+MAX_ENTRIES = 65_536
+"""Of an object or list whose entries are checked one by one."""
+T = TypeVar("T")
+
+
+class Body(BaseModel):
+    """JSON without conversions between types, in which null stands for a field's default."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def schema_of(**said: Any) -> Any:
+    """What the OpenAPI description says of a field, where the check is the engine's."""
+    return Field(json_schema_extra=said)
+
+
+def range_of(parameter: str) -> Any:
+    """:func:`schema_of` a sampling parameter's range."""
+    low, high = NUMBERS[parameter] if parameter in NUMBERS else INTEGERS[parameter]
+    return schema_of(minimum=low) if high is None else schema_of(minimum=low, maximum=high)
+
+
+def at_least(low: int) -> Any:
+    """:func:`schema_of` a number that is the API's own."""
+    return schema_of(minimum=low)
+
+
+def at_most(most: int) -> BeforeValidator:
+    """Refuses what has more entries before any of them is looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, (list, dict)) and len(value) > most:
+            raise PydanticCustomError(
+                "too_long", f"it has {len(value):,} entries of at most {most:,}"
+            )
+        return value
+
+    return BeforeValidator(check)
+
+
+Several = Annotated[list[T], Field(fail_fast=True)]
+"""A list whose first wrong item is named: errors for a million of them take a gigabyte."""
+MAX_TOKEN = 2**31 - 1
+Token = Annotated[int, Field(ge=0, le=MAX_TOKEN)]
+Integer = Annotated[int, BeforeValidator(_whole)]
+"""Some clients know one type of numbers alone, and send 16.0."""
+Text = Annotated[str, schema_of(minLength=1)]
+_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+Messages = Annotated[
+    Several[dict[str, Any]],
+    at_most(MAX_MESSAGES),
+    WithJsonSchema(
+        {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "required": ["role"],
+                "properties": {
+                    "role": {"type": "string", "minLength": 1, "examples": ["system", "user"]},
+                    "content": {
+                        "anyOf": [
+                            {"type": "string"},
+                            {"type": "array", "items": {"anyOf": [_PART, {"type": "string"}]}},
+                            {"type": "null"},
+                        ]
+                    },
+                },
+            },
+        }
+    ),
+]
+"""Their fields are checked with the chat template, which says what it takes."""
+
+
+class StreamOptions(Body):
+    """What a stream has beside its texts."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class JsonSchema(Body):
+    """A named schema; it is always followed strictly."""
+
+    name: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(Body):
+    """What the text must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class SamplingFields(Body):
+    """What completions and chat have in common."""
+
+    model: str | None = None
+    temperature: Annotated[float | None, range_of("temperature")] = None
+    top_p: Annotated[float | None, range_of("top_p")] = None
+    n: Annotated[Integer | None, at_least(1)] = None
+    seed: Integer | None = None
+    stop: Text | Annotated[Several[Text], at_most(MAX_TEXTS)] | None = None
+    presence_penalty: Annotated[float | None, range_of("presence_penalty")] = None
+    frequency_penalty: Annotated[float | None, range_of("frequency_penalty")] = None
+    logit_bias: Annotated[dict[str, float], at_most(MAX_ENTRIES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[Integer | None, at_least(0)] = None
+    max_completion_tokens: Annotated[Integer | None, at_least(0)] = None
+    response_format: ResponseFormat | None = None
+    # vLLM's
+    top_k: Annotated[Integer | None, at_least(-1)] = None
+    min_p: Annotated[float | None, range_of("min_p")] = None
+    repetition_penalty: Annotated[float | None, range_of("repetition_penalty")] = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[Integer | None, range_of("min_tokens")] = None
+    stop_token_ids: Several[Token] | None = None
+    allowed_token_ids: Annotated[Several[Token] | None, schema_of(minItems=1)] = None
+    bad_words: Annotated[Several[Text], at_most(MAX_TEXTS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[Integer | None, range_of("top_n_logprobs")] = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    priority: Annotated[Integer | None, range_of("priority")] = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[Several[str] | None, schema_of(minItems=1)] = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+    guided_whitespace_pattern: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    num_speculative_tokens: Annotated[Integer | None, range_of("num_speculative_tokens")] = None
+
+    names: ClassVar[dict[str, str]] = {}
+
+    @property
+    def num_choices(self) -> int:
+        """Texts of each prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def num_ranked(self) -> int | None:
+        """Texts of which those choices are the likeliest."""
+        return None
+
+    @property
+    def wants_usage(self) -> bool:
+        """The stream ends with a chunk of usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_continuous_usage(self) -> bool:
+        """Each chunk of the stream has the usage so far."""
+        return self.wants_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
+    @property
+    @abstractmethod
+    def log_probs(self) -> int | None:
+        """Most likely tokens to report for each generated one; None for no log-probabilities."""
+
+    @property
+    def prompt_log_probs(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return self.prompt_logprobs
+
+    def with_defaults(self, defaults: Mapping[str, float | int]) -> Self:
+        """This with fields of ``SamplingParams`` in place of those that it leaves out."""
+        names = {"num_tokens_to_generate": "max_tokens"}
+        named = {names.get(name, name): value for name, value in defaults.items()}
+        given = {k: v for k, v in named.items() if getattr(self, k) is None}
+        if self.max_completion_tokens is not None:
+            given.pop("max_tokens", None)
+        return self.model_copy(update=given) if given else self
+
+    def params(self, max_choices: int) -> SamplingParams:
+        """What the engine is asked, checked.
+
+        Raises:
+            ApiError: names the field.
+        """
+        if not 1 <= self.num_choices <= max_choices:
+            raise ApiError(400, f"n={self.n} must lie between 1 and {max_choices}", param="n")
+        if self.stream_options is not None and not self.stream:
+            said = "stream_options goes with stream=true alone"
+            raise ApiError(400, said, param="stream_options")
+        try:
+            in_range("priority", none=0)("priority", self.priority)
+            for name in ("stop", "bad_words"):
+                plain(name, getattr(self, name))
+            plain("structured_outputs", dict.fromkeys(self.structured_outputs or ()))
+            return self._params(self._structure()).checked()
+        except RequestError as error:
+            raise renamed(error, self.engine_names()) from None
+
+    def engine_names(self) -> dict[str, str]:
+        """What this API calls the engine's parameters, for its error messages."""
+        length = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        names = {"num_tokens_to_generate": length, "stop_words": "stop", **self.names}
+        for field, structure in self._structures().items():
+            if field != "structured_outputs":
+                names |= {f"structured_outputs.{kind}": field for kind in structure}
+                names["structured_outputs"] = field
+        return names
+
+    @property
+    def num_new_tokens(self) -> int | None:
+        """Most tokens to generate; None for as many as the model has room for."""
+        given = self.max_completion_tokens
+        return self.max_tokens if given is None else given
+
+    def _params(self, structure: dict[str, Any] | None) -> SamplingParams:
+        asked, of_prompt = self.log_probs, self.prompt_log_probs
+        for name, value in (("logprobs", asked), ("prompt_logprobs", of_prompt)):
+            in_range("top_n_logprobs", none=0)(self.names.get(name, name), value)
+        top_k, top_p = self.top_k, self.top_p
+        if top_p == 0:
+            top_k = 1  # the smallest set of at least no probability has one token; 0 is off to us
+        return SamplingParams(
+            temperature=_or(self.temperature, 1.0),
+            top_k=0 if top_k in (None, -1) else top_k,  # type: ignore[arg-type]
+            top_p=_or(top_p, 1.0),
+            return_log_probs=asked is not None or of_prompt is not None,
+            skip_prompt_log_probs=of_prompt is None,
+            num_tokens_to_generate=self.num_new_tokens,
+            top_n_logprobs=max(asked or 0, of_prompt or 0),
+            stop_words=self.stop or None,
+            stop_token_ids=self.stop_token_ids,
+            seed=self.seed,
+            min_p=_or(self.min_p, 0.0),
+            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            presence_penalty=_or(self.presence_penalty, 0.0),
+            frequency_penalty=_or(self.frequency_penalty, 0.0),
+            logit_bias=self.logit_bias,  # type: ignore[arg-type]
+            allowed_token_ids=self.allowed_token_ids,
+            bad_words=self.bad_words,
+            min_tokens=_or(self.min_tokens, 0),
+            ignore_eos=bool(self.ignore_eos),
+            include_stop_str_in_output=bool(self.include_stop_str_in_output),
+            n=self.num_choices,
+            best_of=self.num_ranked,
+            num_speculative_tokens=self.num_speculative_tokens,
+            structured_outputs=structure,
+        )
+
+    def _structure(self) -> dict[str, Any] | None:
+        """The one structured output that is asked for.
+
+        Raises:
+            ApiError: two are asked for.
+            RequestError: it is wrong.
+        """
+        structures = self._structures()
+        if not structures:
+            return None
+        field, *others = structures
+        if others:
+            said = f"{field} and {others[0]} contradict each other; send one of them"
+            raise ApiError(400, said, param=others[0])
+        return StructuredOutputs.from_any(structures[field]).to_dict()
+
+    def _structures(self) -> dict[str, dict[str, Any]]:
+        """Structured outputs by the fields that ask for them."""
+        asked: dict[str, dict[str, Any]] = {}
+        if self.structured_outputs is not None:
+            asked["structured_outputs"] = self.structured_outputs
+        for name in ("json", "regex", "choice", "grammar", "json_object"):
+            value = getattr(self, f"guided_{name}")
+            if value not in (None, False):
+                asked[f"guided_{name}"] = {name: value}
+                if name.startswith("json") and self.guided_whitespace_pattern is not None:
+                    pattern = self.guided_whitespace_pattern
+                    asked[f"guided_{name}"]["whitespace_pattern"] = pattern
+        format = structure_of_format(self.response_format)
+        return asked if format is None else {**asked, "response_format": format}
+
+
+def structure_of_format(format: ResponseFormat | None) -> dict[str, Any] | None:
+    """A ``response_format`` as structured output."""
+    if format is None or format.type == "text":
+        return None
+    if format.type == "json_object":
+        return {"json_object": True}
+    if format.json_schema is None:
+        said = "response_format of type json_schema needs json_schema"
+        raise ApiError(400, said, param="response_format.json_schema")
+    return {"json": format.json_schema.schema_}
+
+
+def _check_prompt(value: Any, _: Any) -> Any:
+    """Texts or token ids, told apart by the first: a union would try each type on every item."""
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        for number, tokens in enumerate(value):
+            if not isinstance(tokens, list):
+                raise _wrong_prompt(f"[{number}]", "a list of token ids, as the first is")
+            _check_tokens(tokens, f"[{number}]")
+    elif isinstance(value, list) and value and isinstance(value[0], str):
+        for number, text in enumerate(value):
+            if not isinstance(text, str):
+                raise _wrong_prompt(f"[{number}]", "a text, as the first is")
+    elif isinstance(value, list):
+        _check_tokens(value)
+    elif not isinstance(value, str):
+        raise _wrong_prompt("", "a text, a list of texts, or lists of token ids")
+    return value
+
+
+def _check_tokens(tokens: list[Any], place: str = "") -> None:
+    are_integers = set(map(type, tokens)) <= {int}
+    if are_integers and min(tokens, default=0) >= 0 and max(tokens, default=0) <= MAX_TOKEN:
+        return
+    for number, token in enumerate(tokens):
+        if type(token) is not int or not 0 <= token <= MAX_TOKEN:
+            raise _wrong_prompt(f"{place}[{number}]", f"a token id from 0 to {MAX_TOKEN}")
+
+
+def _wrong_prompt(place: str, wanted: str) -> PydanticCustomError:
+    return PydanticCustomError("prompt", f"prompt{place} must be {wanted}")
+
+
+class CompletionRequest(SamplingFields):
+    """``POST /v1/completions``."""
+
+    prompt: Annotated[
+        Text
+        | Annotated[list[Text] | list[Token], schema_of(minItems=1)]
+        | Annotated[list[Annotated[list[Token], schema_of(minItems=1)]], schema_of(minItems=1)],
+        WrapValidator(_check_prompt),
+    ]
+    best_of: Annotated[Integer | None, at_least(1)] = None
+    echo: bool | None = None
+    logprobs: Annotated[Integer | None, range_of("top_n_logprobs")] = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def num_ranked(self) -> int | None:
+        """See the base."""
+        return self.best_of
+
+    @property
+    def log_probs(self) -> int | None:
+        """See the base."""
+        return self.logprobs
+
+    @property
+    def prompt_log_probs(self) -> int | None:
+        """With ``echo`` the prompt's tokens are the text's."""
+        echoed = self.logprobs if self.echo else None
+        known = [count for count in (echoed, self.prompt_logprobs) if count is not None]
+        return max(known, default=None)
+
+    @property
+    def num_new_tokens(self) -> int | None:
+        """OpenAI's default; to echo a prompt alone, one token is generated and not shown."""
+        given = super().num_new_tokens
+        if given == 0 and self.echo:
+            return 1
+        return DEFAULT_COMPLETION_TOKENS if given is None else given
+
+    @property
+    def shows_generated(self) -> bool:
+        """False for ``max_tokens=0``, which echoes the prompt alone."""
+        return super().num_new_tokens != 0
+
+    def params(self, max_choices: int) -> SamplingParams:
+        """See the base."""
+        if self.suffix:
+            raise ApiError(400, "suffix is not supported; leave it out", param="suffix")
+        if self.best_of is not None:
+            if not self.num_choices <= self.best_of <= max_choices:
+                said = f"best_of={self.best_of} must lie between n={self.num_choices} and "
+                raise ApiError(400, said + str(max_choices), param="best_of")
+            if self.stream and self.best_of > self.num_choices:
+                said = f"best_of={self.best_of} cannot be streamed; leave it out"
+                raise ApiError(400, said, param="best_of")
+        return super().params(max_choices)
+
+
+class ChatCompletionRequest(SamplingFields):
+    """``POST /v1/chat/completions``."""
+
+    messages: Messages
+    logprobs: bool | None = None
+    top_logprobs: Annotated[Integer | None, range_of("top_n_logprobs")] = None
+    tools: Several[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    names: ClassVar[dict[str, str]] = {"logprobs": "top_logprobs"}
+
+    @property
+    def log_probs(self) -> int | None:
+        """``top_logprobs``, which goes with ``logprobs`` alone."""
+        if not self.logprobs:
+            if self.top_logprobs:
+                raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
+            return None
+        return self.top_logprobs or 0
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value

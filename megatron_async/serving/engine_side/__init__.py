@@ -1,0 +1,1 @@
+"""The engine process: requests of all front ends, and what they ask of the engine."""

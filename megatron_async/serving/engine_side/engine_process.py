@@ -1,0 +1,290 @@
+"""The engine in a process of its own: ``python -m megatron_async.serving.engine_side.engine_process FD``.
+
+``FD`` is a connection to the supervisor that started it. Front ends send to one socket, which the
+main thread reads, and get what they are sent through another, mostly from the engine's thread.
+Nothing here waits for a front end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hmac
+import logging
+import math
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import msgspec
+import zmq
+
+from megatron_async.config.engine_config import EngineConfig
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.processes.lifeline import leave_signals_to_parent
+from megatron_async.processes.messages import Started
+from megatron_async.processes.parent import EXIT_FAILED, Parent
+from megatron_async.serving.engine_side.controls import Controls
+from megatron_async.serving.engine_side.live_requests import ConnectedFrontEnd, LiveRequests
+from megatron_async.serving.engine_side.output_socket import OutputSocket
+from megatron_async.serving.engine_side.stall_watch import StallWatch, seen_of
+from megatron_async.serving.messages import (
+    TO_ENGINE,
+    Abort,
+    Answer,
+    Beat,
+    Bye,
+    Cancel,
+    Control,
+    Dropped,
+    EngineInfo,
+    FromEngine,
+    FromSupervisor,
+    Generate,
+    Hello,
+    Kept,
+    Launch,
+    Snapshot,
+    ToEngine,
+)
+from megatron_async.version import __version__
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.5
+"""Between two snapshots for the front ends, and two signs of life for the supervisor."""
+DROPPED_SECONDS = 60.0
+"""For how long a front end that does not read any more is remembered."""
+MESSAGES_AT_ONCE = 256
+"""Taken from the socket before deadlines are looked at again."""
+
+
+class EngineProcess:
+    """Serves one engine to front ends.
+
+    Args:
+        clock: by which requests stall.
+    """
+
+    def __init__(
+        self,
+        engine: DynamicInferenceEngine,
+        launch: Launch,
+        parent: Parent[FromSupervisor],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._launch = launch
+        self._endpoint = launch.endpoint
+        self._parent = parent
+        self._context = zmq.Context()
+        self._wakes, self._wake = socket.socketpair()
+        self._wake.setblocking(False)
+        self._exit: int | None = None
+        self._front_ends: dict[bytes, ConnectedFrontEnd] = {}
+        self._dropped: dict[bytes, float] = {}
+        """Front ends that will be told so when they read again, if that is before a time."""
+        self._outputs = OutputSocket(self._context, launch.endpoint)
+        self._max_sequences: int | None = None
+        if launch.max_queue is not None:
+            self._max_sequences = engine.cache.sizes.max_requests + launch.max_queue
+        self._requests = LiveRequests(engine, self._outputs, self._max_sequences, self._failed)
+        self._controls = Controls(engine, self._requests, self._keep)
+        self._stalls = StallWatch(launch.stall_seconds, clock)
+        self._commands = self._context.socket(zmq.ROUTER)
+        self._commands.setsockopt(zmq.LINGER, 0)
+        self._commands.setsockopt(zmq.RCVHWM, 0)
+        launch.endpoint.serve(self._commands, launch.endpoint.commands)
+
+    def run(self) -> int:
+        """Serve until the supervisor or an error ends it; returns the exit status."""
+        self._engine.deliver_to(self._requests)
+        if self._launch.kept is not None:
+            self._controls.restore(self._launch.kept)
+        self._engine.start()
+        self._parent.watch(lambda _: self.stop())
+        self._parent.send(Started())
+        poller = zmq.Poller()
+        poller.register(self._commands, zmq.POLLIN)
+        poller.register(self._wakes, zmq.POLLIN)
+        next_tick = time.monotonic()
+        while self._exit is None:
+            now = time.monotonic()
+            if now >= next_tick:
+                next_tick = now + TICK_SECONDS
+                self._tick()
+            deadline = self._requests.expire(now)
+            until = next_tick if deadline is None else min(next_tick, deadline)
+            if poller.poll(math.ceil(max(0.0, until - time.monotonic()) * 1000)):
+                self._receive()
+        self._close()
+        return self._exit
+
+    def stop(self, status: int = 0) -> None:
+        """End the loop, from any thread."""
+        self._exit = status
+        with contextlib.suppress(OSError):  # it has ended, or will look around in any case
+            self._wake.send(b".")
+
+    def _failed(self, error: BaseException) -> None:
+        if self._exit is None:
+            logger.error("the engine has stopped: %s", error)
+            self.stop(EXIT_FAILED)
+
+    def _close(self) -> None:
+        self._controls.close()
+        self._commands.close()
+        self._engine.close()  # front ends learn of it
+        self._outputs.close()
+        self._wakes.close()
+        self._wake.close()
+        self._context.term()
+
+    # --- messages -----------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        for _ in range(MESSAGES_AT_ONCE):
+            try:
+                identity, *frames = self._commands.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            secret = self._endpoint.secret
+            if len(frames) != 1 or not hmac.compare_digest(identity[: len(secret)], secret):
+                continue
+            try:
+                message = TO_ENGINE.decode(frames[0])
+            except ValueError as error:
+                logger.warning("a message was not understood: %s", error)
+                continue
+            self._take(identity, message)
+
+    def _take(self, identity: bytes, message: ToEngine) -> None:
+        front_end = self._front_ends.get(identity)
+        if front_end is None:
+            if isinstance(message, Bye):
+                return
+            if not isinstance(message, Hello):
+                self._tell_dropped(identity)  # it has not heard of it
+                return
+            front_end = self._front_ends[identity] = ConnectedFrontEnd(identity)
+        match message:
+            case Generate():
+                self._requests.add(front_end, message)
+            case Abort():
+                self._requests.abort(front_end, message.request_id)
+            case Hello():
+                self._outputs.send(identity, self._info())
+            case Bye():
+                self._drop(front_end)
+            case Control(name="info"):
+                info = msgspec.structs.asdict(self._info())
+                self._say(front_end, Answer(message.number, info))
+            case Control():
+                self._controls.submit(front_end, message, partial(self._say, front_end))
+            case Cancel(number=number):
+                self._controls.cancel(front_end, number)
+
+    def _drop(self, front_end: ConnectedFrontEnd) -> None:
+        """Forget a front end; its requests are aborted."""
+        front_end.is_gone = True
+        self._requests.abort_all(front_end)
+        self._controls.cancel(front_end)
+        self._front_ends.pop(front_end.identity, None)
+
+    def _tick(self) -> None:
+        self._parent.send(Beat())
+        self._controls.tick()
+        self._stalls.look(len(self._requests), seen_of(self._engine))
+        snapshot = self._snapshot()
+        for front_end in list(self._front_ends.values()):
+            self._say(front_end, snapshot)
+            if front_end.is_gone:
+                self._drop(front_end)
+                self._dropped[front_end.identity] = time.monotonic() + DROPPED_SECONDS
+        for identity, end in list(self._dropped.items()):
+            if self._outputs.send(identity, Dropped()) or time.monotonic() > end:
+                del self._dropped[identity]
+
+    def _say(self, front_end: ConnectedFrontEnd, message: FromEngine) -> None:
+        """From any thread. One that misses a message would wait for it, so it is dropped with the
+        next tick, and told so when it reads."""
+        if not front_end.is_gone and not self._outputs.send(front_end.identity, message):
+            front_end.is_gone = True
+
+    def _tell_dropped(self, identity: bytes) -> None:
+        if not self._outputs.send(identity, Dropped()):
+            self._dropped[identity] = time.monotonic() + DROPPED_SECONDS
+
+    def _keep(self, kept: Kept) -> None:
+        """In a control's thread: the next process and all front ends must know."""
+        self._parent.send(kept)
+        for front_end in list(self._front_ends.values()):
+            self._say(front_end, self._info())
+
+    # --- what it says -------------------------------------------------------------------------
+
+    def _info(self) -> EngineInfo:
+        engine = self._engine
+        return EngineInfo(
+            model_name=engine.model_name,
+            vocab_size=engine.model.network.vocab_size,
+            max_sequence_length=engine.max_sequence_length,
+            eos_token_ids=list(engine.eos_token_ids or ()),
+            dtype=str(engine.cache.spec.dtype).removeprefix("torch."),
+            depth=engine.depth,
+            max_requests=engine.cache.sizes.max_requests,
+            block_count=engine.scheduler.limits.block_count,
+            version=__version__,
+            max_sequences=self._max_sequences,
+            not_ready=self._controls.lost,
+            kept=self._controls.kept,
+        )
+
+    def _snapshot(self) -> Snapshot:
+        scheduler = self._engine.scheduler
+        waiting = scheduler.waiting_count
+        live = len(self._requests)
+        gauges: dict[str, int | float] = {
+            "requests_running": max(0, live - waiting),
+            "requests_waiting": waiting,
+            "requests_stalled": scheduler.stalled_count,
+            "blocks_free": scheduler.allocator.free_count,
+            "blocks_total": scheduler.limits.block_count,
+            "steps_in_flight": self._engine.in_flight_count,
+            "suspended": int(self._engine.suspended),
+            "weight_version": self._controls.weight_version,
+            "front_ends": len(self._front_ends),
+            "engine_stalled": int(self._stalls.stalled is not None),
+            "engine_stalls": self._stalls.count,
+        }
+        states, snapshots = self._engine.cache.states, scheduler.table.prefixes.snapshots
+        if states is not None and snapshots is not None:
+            gauges |= {
+                "state_bytes": states.state_bytes,
+                "state_snapshots": len(snapshots),
+                "state_snapshots_most": snapshots.count,
+            }
+        counters = self._engine.counters.to_dict()
+        return Snapshot(time.time(), counters, gauges, self._stalls.stalled)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Load the model and serve it; returns the exit status."""
+    leave_signals_to_parent()
+    parent: Parent[FromSupervisor] = Parent(int(arguments[0]), FromSupervisor)
+    launch = parent.receive()
+    assert isinstance(launch, Launch)
+    form = "%(asctime)s %(levelname)s engine %(name)s: %(message)s"
+    logging.basicConfig(level=launch.log_level, format=form)
+    with parent.starting():
+        config = EngineConfig(**launch.config)
+        engine = DynamicInferenceEngine.from_pretrained(launch.model, config)
+    gc.collect()
+    gc.freeze()  # the model's objects are not looked at again
+    return EngineProcess(engine, launch, parent).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""A front end: from prompts to the engine process, and from its outputs to text."""

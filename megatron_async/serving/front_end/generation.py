@@ -1,0 +1,536 @@
+"""From prompts to the engine, and from its outputs to text."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import itertools
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import msgspec
+
+from megatron_async.errors import EngineDeadError, ReplicaDiedError, RequestError
+from megatron_async.sampling_params import LIMITING, CheckedParams, SamplingParams
+from megatron_async.serving.http.errors import ApiError, renamed
+from megatron_async.serving.messages import Control, EngineInfo, Generate, Output, Snapshot
+
+if TYPE_CHECKING:
+    from megatron_async.tokenizer.tokenizer import Tokenizer  # which imports torch
+
+LONG_TEXT = 20_000
+"""Characters from which on a text is tokenized in a thread."""
+CHARACTERS_A_TOKEN = 16
+"""More than any text has on average: a longer one is refused before it takes everybody's time."""
+
+CUT_SHORT = frozenset({"timeout", "abort"})
+"""Ends for which OpenAI's API has no word."""
+
+LogProbs = Sequence[tuple[float, dict[int, float]]]
+
+
+class Client(Protocol):
+    """What the front end needs of ``EngineClient``."""
+
+    @property
+    def state(self) -> str:
+        """See there."""
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """See there."""
+
+    @property
+    def states(self) -> Mapping[str, bool]:
+        """Whether each replica serves, by name; none where there is one engine."""
+
+    def check_ready(self) -> None:
+        """Raises EngineDeadError, which says why, while no request can be served."""
+
+    async def info(self) -> EngineInfo:
+        """What the engine says of its model."""
+
+    def generate(self, message: Generate) -> AsyncGenerator[Output, None]:
+        """The outputs of one request; closing the iterator aborts it."""
+
+    async def abort(self, request_id: int) -> None:
+        """End a request with what it has."""
+
+    async def command(self, message: Control) -> dict[str, Any]:
+        """Give the whole engine a command."""
+
+
+class Metrics(Protocol):
+    """What is needed of ``ServerMetrics``."""
+
+    def text(self) -> bytes:
+        """Everything, in Prometheus' text format."""
+
+    def opened(self) -> None:
+        """A client's request has begun."""
+
+    def closed(self) -> None:
+        """It is over, in whatever way."""
+
+    def refused(self, status: int) -> None:
+        """It got an error."""
+
+    def first_token(self, seconds: float) -> None:
+        """The first token of a prompt came ``seconds`` after the request."""
+
+    def tokens(self, count: int, seconds: float) -> None:
+        """``count`` further tokens of a choice came ``seconds`` after those before."""
+
+    def finished(self, reason: str, usage: dict[str, float] | None, seconds: float) -> None:
+        """A choice has ended, ``seconds`` after its request came."""
+
+
+class Piece(NamedTuple):
+    """What an output brought one choice. Its text is final."""
+
+    text: str
+    output: Output
+
+    @property
+    def finish_reason(self) -> str | None:
+        """None while the choice goes on."""
+        return self.output.finish_reason
+
+
+class ChoiceText:
+    """The text of one choice.
+
+    Args:
+        stop_ids: tokens that end it and add no text.
+        prompt: what it continues.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop_ids: Collection[int],
+        *,
+        skip_special_tokens: bool,
+        prompt: Sequence[int] = (),
+    ) -> None:
+        self._stream = tokenizer.stream_after(prompt, skip_special_tokens)
+        self._stop_ids = stop_ids
+
+    def push(self, output: Output) -> str:
+        """The text that an output adds. What may become another character is held back."""
+        if output.text is not None:
+            return output.text
+        ids = output.token_ids
+        if output.finish_reason == "stop" and ids and ids[-1] in self._stop_ids:
+            ids = ids[:-1]
+        push = self._stream.push
+        text = push(ids[0]) if len(ids) == 1 else "".join(map(push, ids))
+        return text if output.finish_reason is None else text + self._stream.flush()
+
+
+@dataclass(slots=True)
+class Job:
+    """One prompt on its way through the engine.
+
+    ``prompt_log_probs`` are there once the first piece is; ``generated`` counts tokens of all
+    choices, ``cached`` those of the prompt that were found in the prefix cache. ``begun`` are the
+    choices that have a token. ``queue_seconds`` and ``first_token``, in seconds after the request,
+    are the first choice's to have them. ``scores_prompt``: the prompt alone is asked for, and the
+    one token that the engine generates is not shown. ``is_acknowledged``: the first piece comes as
+    soon as the engine has taken the request, and may be empty. ``deaths``: replicas that have died
+    under it.
+    """
+
+    prompt: list[int]
+    params: SamplingParams
+    priority: int
+    request_id: int
+    timeout: float | None
+    names: dict[str, str]
+    skip_special_tokens: bool = True
+    text: str | None = None
+    scores_prompt: bool = False
+    is_acknowledged: bool = False
+    deaths: int = 0
+    prompt_log_probs: LogProbs | None = None
+    generated: int = 0
+    cached: int = 0
+    begun: set[int] = field(default_factory=set)
+    ends: dict[int, str] = field(default_factory=dict)
+    queue_seconds: float | None = None
+    first_token: float | None = None
+
+    def begin_again(self, deaths: int) -> None:
+        """Begin again at another replica, after ``deaths`` that have died."""
+        self.deaths = deaths
+        self.prompt_log_probs, self.generated = None, 0
+        self.begun.clear()
+        self.ends.clear()
+
+    def reasons(self) -> list[str]:
+        """Why each choice that has ended did, in the engine's words."""
+        return [self.ends[index] for index in sorted(self.ends)]
+
+
+@dataclass(slots=True)
+class Choice:
+    """A whole text, with what the engine says of it."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[tuple[float, dict[int, float]]] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class Usage(NamedTuple):
+    """Tokens of a request."""
+
+    prompt: int
+    generated: int
+    cached: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the usage as completions and chat have it."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.generated,
+            "total_tokens": self.prompt + self.generated,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+def usage_of(jobs: Sequence[Job]) -> Usage:
+    """Tokens of all prompts of a request so far."""
+    prompt = sum(len(job.prompt) for job in jobs)
+    generated = sum(job.generated for job in jobs if not job.scores_prompt)
+    return Usage(prompt, generated, sum(job.cached for job in jobs))
+
+
+class Generator:
+    """Sends prompts to the engine and makes text of what comes back.
+
+    Args:
+        request_timeout: seconds after which a request ends with what it has.
+        metrics: get how long things take.
+
+    Attributes:
+        running: ids of the requests that have not ended.
+        draining: no request is taken any more.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        *,
+        request_timeout: float | None = None,
+    ) -> None:
+        self.client = client
+        self.tokenizer = tokenizer
+        self.running: set[int] = set()
+        self.draining = False
+        self._request_timeout = request_timeout
+        self._metrics = metrics
+        self._numbers = itertools.count(1)
+        self._commands = itertools.count(1)
+
+    def check_ready(self) -> None:
+        """Raises EngineDeadError, which says why, while no request can be served."""
+        if self.draining:
+            raise EngineDeadError("the server is shutting down")
+        self.client.check_ready()
+
+    async def info(self) -> EngineInfo:
+        """What the engine says of its model; raises EngineDeadError."""
+        self.check_ready()
+        return await self.client.info()
+
+    async def command(self, name: str, **arguments: Any) -> dict[str, Any]:
+        """A command of the whole engine; raises as the client's."""
+        return await self.client.command(Control(next(self._commands), name, arguments))
+
+    async def tokenize(
+        self,
+        text: str,
+        *,
+        add_bos: bool = False,
+        add_special_tokens: bool = False,
+        field: str = "prompt",
+    ) -> list[int]:
+        """See ``Tokenizer.tokenize``; raises ApiError, which names the API's ``field``."""
+        if len(text) > LONG_TEXT:
+            most = max(LONG_TEXT, CHARACTERS_A_TOKEN * (await self.info()).max_sequence_length)
+            if len(text) > most:
+                said = f"{field} has {len(text):,} characters; the most is {most:,}, "
+                said += f"{CHARACTERS_A_TOKEN} for each token that the model takes"
+                raise ApiError(400, said, param=field, code="context_length_exceeded")
+        tokenize = functools.partial(
+            self.tokenizer.tokenize, text, add_bos, add_special_tokens=add_special_tokens
+        )
+        try:
+            return tokenize() if len(text) < LONG_TEXT else await asyncio.to_thread(tokenize)
+        except RequestError as error:
+            raise ApiError(400, f"{field}: {error}", param=field) from None
+
+    async def check_room(
+        self, params: SamplingParams, *, prompts: int = 1, field: str = "prompt"
+    ) -> None:
+        """Raises ApiError for more sequences than the server ever takes: to try again is no use.
+
+        Args:
+            field: what the API calls the prompts.
+        """
+        most, each = (await self.info()).max_sequences, params.num_sequences
+        if most is None or prompts * each <= most:
+            return
+        room = f"this server takes {most} sequences at once, running and waiting; send fewer"
+        if each <= most:
+            said = f"{field} has {prompts} prompts of {each} sequences each, and {room}"
+            raise ApiError(400, said, param=field)
+        param = "n" if params.best_of is None else "best_of"
+        raise ApiError(400, f"{param}={each} is too many: {room}", param=param)
+
+    async def job(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        names: dict[str, str],
+        priority: int | None = None,
+        cap_length: bool = False,
+        skip_special_tokens: bool = True,
+        text: str | None = None,
+        scores_prompt: bool = False,
+    ) -> Job:
+        """A prompt that fits the model, ready to run.
+
+        Args:
+            params: checked.
+            names: what the API calls the engine's parameters.
+            cap_length: the most tokens to generate are a default, which gives way to the model's
+                maximum sequence length.
+
+        Raises:
+            ApiError: it does not fit.
+            EngineDeadError: no request can be served now.
+        """
+        limit = (await self.info()).max_sequence_length
+        field = names.get("prompt", "prompt")
+        if not prompt:
+            raise ApiError(400, f"{field} is empty; send at least one token", param=field)
+        if len(prompt) >= limit:
+            said = f"{field} has {len(prompt)} tokens and the model's maximum sequence length is "
+            said += f"{limit}; shorten it to at most {limit - 1} tokens"
+            raise ApiError(400, said, param=field, code="context_length_exceeded")
+        if params.stop_words and not skip_special_tokens:
+            said = "skip_special_tokens=false does not go together with stop; leave one of them out"
+            raise ApiError(400, said, param="skip_special_tokens")
+        most = params.num_tokens_to_generate
+        if cap_length and most is not None and len(prompt) + most > limit:
+            most = limit - len(prompt)
+        return Job(
+            prompt,
+            # The engine makes text for stop words alone.
+            dataclasses.replace(
+                params, num_tokens_to_generate=most, detokenize=bool(params.stop_words)
+            ),
+            priority or 0,
+            next(self._numbers),
+            self._request_timeout,
+            names,
+            skip_special_tokens,
+            text,
+            scores_prompt,
+        )
+
+    async def stream(self, job: Job) -> AsyncGenerator[Piece, None]:
+        """The pieces of all choices of a prompt as they come; leaving early aborts the request.
+
+        Raises:
+            ApiError, EngineDeadError, QueueFullError
+        """
+        info = await self.info()
+        params = job.params
+        stop_ids = frozenset(() if params.ignore_eos else info.eos_token_ids)
+        if params.termination_id is not None:
+            stop_ids = frozenset({params.termination_id})
+        stop_ids |= frozenset(params.stop_token_ids or ())
+        texts = [
+            ChoiceText(
+                self.tokenizer,
+                stop_ids,
+                skip_special_tokens=job.skip_special_tokens,
+                prompt=job.prompt,
+            )
+            for _ in range(params.n)
+        ]
+        message = Generate(
+            job.request_id, job.prompt, CheckedParams.of(params), job.priority, job.timeout,
+            job.is_acknowledged, job.deaths,
+        )  # fmt: skip
+        self.running.add(job.request_id)
+        started = time.perf_counter()
+        last = [0.0] * params.n
+        try:
+            async with contextlib.aclosing(self.client.generate(message)) as outputs:
+                async for output in outputs:
+                    index, now = output.index, time.perf_counter()
+                    self._measure(job, output, now - started, now - last[index])
+                    last[index] = now
+                    if output.prompt_log_probs is not None:
+                        job.prompt_log_probs = output.prompt_log_probs
+                    if output.finish_reason in CUT_SHORT:
+                        output = _cut_short(output)
+                    if output.finish_reason == "error":
+                        raise _no_token(job)
+                    yield Piece(texts[index].push(output), output)
+        except RequestError as error:
+            raise renamed(error, job.names) from None
+        finally:
+            self.running.discard(job.request_id)
+
+    def _measure(self, job: Job, output: Output, total: float, since_last: float) -> None:
+        """Count what has come, ``total`` seconds after the request and ``since_last`` seconds after
+        the choice's last output."""
+        count = len(output.token_ids)
+        if count and output.index in job.begun:
+            self._metrics.tokens(count, since_last)
+        elif count:
+            if not job.begun:
+                job.first_token = total
+                self._metrics.first_token(total)
+            job.begun.add(output.index)
+        job.generated += count
+        if output.finish_reason is not None:
+            job.ends[output.index] = output.finish_reason
+            if output.usage is not None:
+                job.cached = int(output.usage.get("cached_tokens", 0))
+                job.queue_seconds = output.usage.get("queue_time")
+            self._metrics.finished(output.finish_reason, output.usage, total)
+
+    async def whole(self, job: Job) -> list[Choice]:
+        """All choices of a prompt; raises as :meth:`stream`. Nobody has seen what it had when its
+        replica died, so that it may begin again."""
+        while True:
+            try:
+                return await self._whole(job)
+            except ReplicaDiedError as error:
+                if not error.may_try_again:
+                    raise
+                job.begin_again(error.deaths)
+
+    async def _whole(self, job: Job) -> list[Choice]:
+        choices = [Choice() for _ in range(job.params.n)]
+        texts: list[list[str]] = [[] for _ in choices]
+        async with contextlib.aclosing(self.stream(job)) as pieces:
+            async for text, output in pieces:
+                choice = choices[output.index]
+                texts[output.index].append(text)
+                choice.token_ids += output.token_ids
+                if output.log_probs is not None:
+                    choice.log_probs += output.log_probs
+                if output.finish_reason is not None:
+                    choice.finish_reason = output.finish_reason
+                    choice.stop_reason = output.stop_reason
+        for choice, parts in zip(choices, texts, strict=True):
+            choice.text = "".join(parts)
+        return choices
+
+    async def all_whole(self, jobs: Sequence[Job]) -> list[list[Choice]]:
+        """The choices of each prompt; an error of one ends all."""
+        if len(jobs) == 1:
+            return [await self.whole(jobs[0])]
+        tasks = [asyncio.ensure_future(self.whole(job)) for job in jobs]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            await _cancelled(tasks)
+
+    async def stream_all(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Piece], None]:
+        """Pieces of all prompts as they come, each with the number of its prompt."""
+        if len(jobs) == 1:
+            async with contextlib.aclosing(self.stream(jobs[0])) as pieces:
+                async for piece in pieces:
+                    yield 0, piece
+            return
+        arrived: asyncio.Queue[tuple[int, Piece | Exception | None]]
+        arrived = asyncio.Queue(maxsize=len(jobs))
+
+        async def forward(number: int) -> None:
+            try:
+                async with contextlib.aclosing(self.stream(jobs[number])) as pieces:
+                    async for piece in pieces:
+                        await arrived.put((number, piece))
+                await arrived.put((number, None))
+            except Exception as error:
+                await arrived.put((number, error))
+
+        tasks = [asyncio.ensure_future(forward(number)) for number in range(len(jobs))]
+        try:
+            left = len(jobs)
+            while left:
+                number, item = await arrived.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    left -= 1
+                else:
+                    yield number, item
+        finally:
+            await _cancelled(tasks)
+
+    async def abort_all(self) -> None:
+        """End all requests with the text that they have."""
+        for request_id in tuple(self.running):
+            await self.client.abort(request_id)
+
+
+def _no_token(job: Job) -> ApiError:
+    """The engine says that there was none to sample, not whose fault that is."""
+    limits = [name for name in LIMITING if getattr(job.params, name)]
+    if not limits:
+        return ApiError(500, "the model gave NaN for this request", code="nan")
+    names = [job.names.get(name, name) for name in limits]
+    said = f"{', '.join(names)} left nothing that the next token may be, or the model gave NaN"
+    return ApiError(400, said, param=names[0], code="nothing_allowed")
+
+
+def _cut_short(output: Output) -> Output:
+    """A last output with OpenAI's nearest reason, and the engine's as ``stop_reason``."""
+    return msgspec.structs.replace(output, finish_reason="length", stop_reason=output.finish_reason)
+
+
+async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def ahead_of_others(
+    pieces: AsyncIterator[tuple[int, Piece]], jobs: Sequence[Job]
+) -> AsyncIterator[tuple[int, Piece]]:
+    """``pieces`` in an order in which each prompt's log-probabilities, which come with its first
+    choice, are there before any piece of the prompt."""
+    are_due = any(job.params.wants_prompt_log_probs for job in jobs)
+    return _in_order(pieces, jobs) if are_due else pieces
+
+
+async def _in_order(
+    pieces: AsyncIterator[tuple[int, Piece]], jobs: Sequence[Job]
+) -> AsyncIterator[tuple[int, Piece]]:
+    held: dict[int, list[Piece]] = {}
+    async for number, piece in pieces:
+        job = jobs[number]
+        due = job.params.wants_prompt_log_probs and len(job.prompt) > 1
+        if due and job.prompt_log_probs is None and piece.output.index:
+            held.setdefault(number, []).append(piece)
+            continue
+        yield number, piece
+        for earlier in held.pop(number, ()):
+            yield number, earlier

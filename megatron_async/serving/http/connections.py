@@ -1,0 +1,246 @@
+"""What one connection may take: an open file, and the time to say what it wants and to read it."""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import logging
+import resource
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from megatron_async.serving.http.errors import error_body, json_response
+
+logger = logging.getLogger(__name__)
+
+HEAD_BYTES = 64 * 1024
+"""Of a request's line, headers and trailers."""
+HEAD_FIELDS = 256
+PART_BYTES = 4096
+"""That are parsed at a time: so many small requests may come at once."""
+FRAMING = 8
+"""Bytes of a chunked body's framing for each byte of the body."""
+UNPARSED_BYTES = 1024 * 1024
+"""That may come behind a request that has not been answered; reading pauses at the first."""
+HEADER_SECONDS = 60.0
+"""For a request's headers to arrive, from its first byte or from the connection's beginning."""
+UNREAD_SECONDS = 300.0
+"""For which a client may read nothing of an answer that waits for it."""
+RESERVED_FILES = 64
+"""That connections leave to others: an engine process that is started again, logs, profiles."""
+LOG_SECONDS = 60.0
+"""Between two log lines on connections that are refused."""
+
+
+def most_connections() -> int:
+    """As many as this process may have open files, which are raised to what the system allows,
+    but those that it needs itself."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    except (ValueError, OSError):
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY:
+        return sys.maxsize
+    return most - min(RESERVED_FILES, most // 2)
+
+
+def limited_connection(
+    most: int,
+    *,
+    header_seconds: float = HEADER_SECONDS,
+    unread_seconds: float = UNREAD_SECONDS,
+) -> type[asyncio.Protocol]:
+    """uvicorn's protocol with bounds that it has not.
+
+    A connection beyond ``most`` is answered 503 and closed, so that others keep working. One whose
+    headers do not arrive, or which does not read, is closed too. Too long a request line, headers
+    or trailers are answered 431. Requests that are sent ahead wait unparsed until those before
+    them are answered.
+    """
+    busy = _answer(
+        503,
+        "the server has as many connections as it can; try again later",
+        "too_many_connections",
+    )
+    too_long = _answer(
+        431,
+        f"the request line and headers have more than {HEAD_BYTES:,} bytes, or {HEAD_FIELDS} "
+        "fields, the most that this server takes",
+        "headers_too_large",
+    )
+    uvicorns: Any = HttpToolsProtocol
+    logged = float("-inf")
+
+    class LimitedConnection(uvicorns):  # type: ignore[misc]
+        """One connection, see above."""
+
+        def __init__(self, **given: Any) -> None:
+            super().__init__(**given)
+            self._headers_due = Timer(self.loop, header_seconds, self._abort)
+            self._reading_due = Timer(self.loop, unread_seconds, self._abort)
+            self._head = _Head()
+            self._unparsed = bytearray()
+            self._is_refused = False
+
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            """It gets a place, if there is one."""
+            if len(self.connections) < most:
+                super().connection_made(transport)
+                self._headers_due.start()
+                return
+            nonlocal logged
+            if time.monotonic() > logged + LOG_SECONDS:
+                logged = time.monotonic()
+                logger.error("all %d connections are in use; further ones are refused", most)
+            self.transport = transport
+            transport.write(busy)
+            transport.close()
+
+        def data_received(self, data: bytes) -> None:
+            """Part of a request."""
+            if self.flow is None or self._is_refused:  # it got no place
+                return
+            self._unparsed += data
+            if len(self._unparsed) > max(UNPARSED_BYTES, len(data)):
+                self._abort()
+                return
+            self._parse()
+
+        def _parse(self) -> None:
+            """Parse what has come, but no request behind one that waits already."""
+            while self._unparsed and not self.pipeline and not self.transport.is_closing():
+                part = bytes(self._unparsed[:PART_BYTES])
+                del self._unparsed[:PART_BYTES]
+                super().data_received(part)
+                if self._head.parsed(len(part)):
+                    self._refuse()
+                    return
+            if self._unparsed:
+                self.flow.pause_reading()
+            if self.cycle is None or self.cycle.response_complete:
+                self._headers_due.start()
+            else:
+                self._headers_due.stop()
+
+        def _refuse(self) -> None:
+            """Its head is too long. Nothing is written into an answer that is on its way."""
+            self._is_refused = True
+            self._unparsed.clear()
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._abort()
+                return
+            self.transport.write(too_long)
+            self.transport.close()
+
+        def on_message_begin(self) -> None:
+            """See uvicorn's."""
+            self._head.begin()
+            super().on_message_begin()
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            """One of a request's headers or trailers."""
+            self._head.fields += 1
+            if self._head.fields <= HEAD_FIELDS:
+                super().on_header(name, value)
+
+        def on_headers_complete(self) -> None:
+            """The head is there; trailers may follow the body."""
+            self._head.is_open = False
+            if self._head.fields <= HEAD_FIELDS:
+                super().on_headers_complete()
+
+        def on_body(self, body: bytes) -> None:
+            """Part of a body."""
+            self._head.body += len(body)
+            if self._head.fields <= HEAD_FIELDS:
+                super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            """A request is whole."""
+            if self._head.fields <= HEAD_FIELDS:
+                super().on_message_complete()
+
+        def on_response_complete(self) -> None:
+            """An answer has been written: the next request is parsed."""
+            super().on_response_complete()
+            if self._unparsed and self.flow is not None:
+                self.loop.call_soon(self._parse)
+
+        def pause_writing(self) -> None:
+            """More of an answer waits than the client has read."""
+            super().pause_writing()
+            self._reading_due.start()
+
+        def resume_writing(self) -> None:
+            """It has read."""
+            self._reading_due.stop()
+            super().resume_writing()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            """It is over."""
+            self._headers_due.stop()
+            self._reading_due.stop()
+            super().connection_lost(exc)
+
+        def _abort(self) -> None:
+            self._unparsed.clear()
+            self.transport.abort()
+
+    return LimitedConnection
+
+
+class _Head:
+    """What one request has beside its body: its line, headers, trailers, and a body's framing."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """A request begins."""
+        self.fields = 0
+        self.raw = 0
+        self.body = 0
+        self.is_open = True
+
+    def parsed(self, size: int) -> bool:
+        """``size`` further bytes have been parsed; true if they are too many."""
+        self.raw += size
+        most = HEAD_BYTES if self.is_open else HEAD_BYTES + (1 + FRAMING) * self.body
+        return self.fields > HEAD_FIELDS or self.raw > most + PART_BYTES
+
+
+class Timer:
+    """Calls ``action`` some seconds after its start, unless it is stopped."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, seconds: float, action: Callable[[], None]
+    ) -> None:
+        self._loop = loop
+        self._seconds = seconds
+        self._action = action
+        self._handle: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Nothing happens when it runs."""
+        if self._handle is None:
+            self._handle = self._loop.call_later(self._seconds, self._action)
+
+    def stop(self) -> None:
+        """Nothing happens when it does not run."""
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+
+def _answer(status: int, said: str, code: str) -> bytes:
+    response = json_response(error_body(status, said, code=code), status)
+    response.headers["Connection"] = "close"
+    lines = [b"%b: %b\r\n" % header for header in response.raw_headers]
+    phrase = http.HTTPStatus(status).phrase
+    line = f"HTTP/1.1 {status} {phrase}\r\n".encode()
+    return b"%b%b\r\n%b" % (line, b"".join(lines), bytes(response.body))

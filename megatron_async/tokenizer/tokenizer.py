@@ -1,0 +1,350 @@
+"""Text to token ids and back, whole or token by token."""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from megatron_async.checkpoint.reading.json_file import one_line, read_json
+from megatron_async.checkpoint.reading.regular_files import is_regular_file, read_file
+from megatron_async.errors import CheckpointError, RequestError, shown
+from megatron_async.tokenizer.calls import guarded, parse
+
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+MOST_TOKENIZER_BYTES = 2**28
+
+MOST_CONTEXT = 64
+"""Tokens of a prompt of which at least one has text of its own."""
+_SUPPORTED_DECODERS = ("ByteLevel", "Metaspace", "Replace", "ByteFallback", "Fuse", "Strip")
+
+
+@functools.cache
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's printable stand-in characters, one for each of the 256 bytes."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + n): byte for n, byte in enumerate(others)
+    }
+
+
+def _token_to_bytes(token: str) -> bytes:
+    byte_of = _byte_of_character()
+    try:
+        return bytes(map(byte_of.__getitem__, token))
+    except KeyError:
+        return token.encode("utf-8")
+
+
+def _decoder_types(decoder: dict[str, Any] | None) -> list[str]:
+    """Names of the decoding steps; a step that looks past the next token is an error."""
+    if decoder is None:
+        return []
+    if decoder.get("type") == "Sequence":
+        return [name for step in decoder["decoders"] for name in _decoder_types(step)]
+    name = str(decoder.get("type"))
+    if name not in _SUPPORTED_DECODERS or (name == "Strip" and decoder.get("stop")):
+        raise ValueError(
+            f"decoder {json.dumps(decoder)} is not supported; supported are "
+            f"{', '.join(_SUPPORTED_DECODERS)} (Strip at the start alone)"
+        )
+    return [name]
+
+
+def _check_unknown_token(model: dict[str, Any]) -> None:
+    """With BPE, no text that needs the token for what is unknown could be tokenized."""
+    token = model.get("unk_token")
+    if model.get("type") == "BPE" and token is not None and token not in model["vocab"]:
+        raise ValueError(f"unk_token={shown(token)} of its BPE model is not in the vocabulary")
+
+
+class DetokenizeStream(ABC):
+    """Text of a growing sequence of token ids.
+
+    Invariant: for any ids, the pushed texts and the flushed one, joined, are exactly
+    ``Tokenizer.detokenize`` of all ids. The cost of a token does not grow with the sequence.
+    """
+
+    @abstractmethod
+    def push(self, token_id: int) -> str:
+        """Text that ``token_id`` completes; empty while a character is incomplete."""
+
+    @abstractmethod
+    def flush(self) -> str:
+        """Text held back, with U+FFFD for incomplete bytes. The stream ends here."""
+
+
+class _ByteLevelStream(DetokenizeStream):
+    def __init__(self, token_bytes: Mapping[int, bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        return self._utf8.decode(self._token_bytes[token_id])
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", True)
+
+
+class _TokenBytes(dict[int, bytes]):
+    """What each id of a byte-level tokenizer stands for, found at its first use."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        found = self[token_id] = b"" if token is None else _token_to_bytes(token)
+        return found
+
+
+class _WindowStream(DetokenizeStream):
+    """For decoders that see a token's left neighbour, or the start of the text, and no more.
+
+    Invariant: ``_context`` are the newest tokens, enough of them to have text, ``_before``, of
+    their own, or all there are. So what is stripped from the beginning of a text has been stripped
+    within them, and text of ``_context + _held`` beyond ``_before`` is what ``_held`` adds to the
+    whole. A run of byte tokens is held to its end, since a later byte can turn the whole run into
+    U+FFFD.
+    """
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        skipped: frozenset[int],
+        prompt: Sequence[int] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        self._context: list[int] = []
+        self._before = ""
+        self._held: list[int] = []
+        for token_id in prompt[: -MOST_CONTEXT - 1 : -1]:
+            if tokenizer.id_to_token(token_id) is None or token_id in skipped:
+                continue
+            self._context.insert(0, token_id)
+            self._before = self._decode(self._context)
+            if self._before and "\ufffd" not in self._before:
+                break
+
+    def push(self, token_id: int) -> str:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None or token_id in self._skipped:
+            return ""
+        self._held.append(token_id)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return ""
+        return self.flush()
+
+    def flush(self) -> str:
+        if not self._held:
+            return ""
+        window = self._context + self._held
+        whole = self._decode(window)
+        text = whole[len(self._before) :]
+        # One token less than the window is enough for a run of what may be stripped.
+        for context in (self._held, window[1:]):
+            before = self._decode(context)
+            if before:
+                break
+        else:
+            context, before = window, whole
+        self._context, self._before, self._held = context, before, []
+        return text
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = guarded(self._tokenizer.decode, ids, skip_special_tokens=False)
+        return text
+
+
+class Tokenizer:
+    """A Hugging Face ``tokenizer.json`` under the attribute names megatron's tokenizers have.
+
+    Raises:
+        CheckpointError: a file is missing or corrupt, or its decoder is not supported.
+    """
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        *,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        try:
+            parts = json.loads(tokenizer.to_str())
+            decoder_types = _decoder_types(parts.get("decoder"))
+            _check_unknown_token(parts["model"])
+            if "ByteLevel" in decoder_types and len(decoder_types) > 1:
+                raise ValueError("decoder ByteLevel is supported alone, not in a longer Sequence")
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"tokenizer: {error}") from error
+        self._byte_level = bool(decoder_types) and decoder_types[0] == "ByteLevel"
+        self._byte_fallback = "ByteFallback" in decoder_types
+        self.special_ids = frozenset(
+            token_id
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        )
+        self._bytes = _TokenBytes(tokenizer)
+        self._visible_bytes = _TokenBytes(tokenizer)
+        self._visible_bytes.update(dict.fromkeys(self.special_ids, b""))
+        self.bos_id = self._special_id("bos_token", bos_token)
+        eos_id = self._special_id("eos_token", eos_token)
+        self.eos_ids: tuple[int, ...] = () if eos_id is None else (eos_id,)
+
+    @classmethod
+    def from_directory(cls, path: str | Path) -> Tokenizer:
+        """Read ``tokenizer.json`` and, where there is one, ``tokenizer_config.json``."""
+        file = Path(path) / TOKENIZER_FILE
+        config_file = Path(path) / TOKENIZER_CONFIG_FILE
+        if not is_regular_file(file):
+            raise CheckpointError(f"{file}: no such file")
+        # Parsed from bytes: a file that vanishes or is cut short is an ordinary OSError.
+        data = read_file(file, MOST_TOKENIZER_BYTES)
+        try:
+            tokenizer = parse(data)
+        except Exception as error:  # the library raises bare Exception for a corrupt file
+            raise CheckpointError(
+                f"{file}: not a valid tokenizer file: {one_line(error)}"
+            ) from error
+        # The file keeps the limits of its last use, often training; prompts are encoded whole.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        config = read_json(config_file) if is_regular_file(config_file) else {}
+        names: dict[str, str | None] = {}
+        for field in ("bos_token", "eos_token"):
+            value = config.get(field)
+            value = value.get("content") if isinstance(value, dict) else value
+            if value is not None and not isinstance(value, str):
+                raise CheckpointError(f"{config_file}: {field}={shown(value)} must be a string")
+            names[field] = value
+        try:
+            return cls(tokenizer, **names)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+
+    def tokenize(
+        self, text: str, add_bos: bool = False, *, add_special_tokens: bool = False
+    ) -> list[int]:
+        """Token ids of ``text``, without special tokens that it does not spell out.
+
+        Args:
+            add_bos: put the begin token first.
+            add_special_tokens: add what the post-processor of ``tokenizer.json`` adds, as
+                transformers does by default; often the begin token, and often nothing.
+
+        Raises:
+            RequestError: ``text`` is not valid Unicode, or ``add_bos`` is asked for and the
+                tokenizer has no such token.
+        """
+        try:
+            ids: list[int] = guarded(
+                self._tokenizer.encode, text, add_special_tokens=add_special_tokens
+            ).ids
+        except (TypeError, UnicodeEncodeError) as error:
+            raise RequestError(f"text is not a string of valid Unicode: {error}") from error
+        except Exception as error:  # a panic, or a bare Exception of the library
+            raise RequestError(f"text cannot be tokenized: {one_line(error)}") from error
+        if not add_bos:
+            return ids
+        if self.bos_id is None:
+            raise RequestError("add_bos=True: this tokenizer has no bos_token")
+        return [self.bos_id, *ids]
+
+    def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ``ids``; invalid UTF-8 becomes U+FFFD, ids past the vocabulary give nothing."""
+        text: str = guarded(
+            self._tokenizer.decode, list(ids), skip_special_tokens=skip_special_tokens
+        )
+        return text
+
+    def stream(self, skip_special_tokens: bool = True) -> DetokenizeStream:
+        """A new stream, which agrees with :meth:`detokenize` for the same argument."""
+        return self.stream_after((), skip_special_tokens)
+
+    def stream_after(
+        self, prompt: Sequence[int], skip_special_tokens: bool = True
+    ) -> DetokenizeStream:
+        """A stream of what continues ``prompt``: prompt and stream together are the text of all
+        ids. A decoder drops the space in front of a text's first word, which is not the first word
+        of what continues it."""
+        if self._byte_level:
+            return _ByteLevelStream(self._visible_bytes if skip_special_tokens else self._bytes)
+        skipped = self.special_ids if skip_special_tokens else frozenset()
+        return _WindowStream(self._tokenizer, skipped, prompt)
+
+    def token_name(self, token_id: int) -> str | None:
+        """The vocabulary's entry; None for an unknown id."""
+        name: str | None = self._tokenizer.id_to_token(token_id)
+        return name
+
+    def token_bytes(self, token_id: int, *, first: bool = False) -> bytes:
+        """What ``token_id`` adds to a text, or makes of an empty one (``first``), since a decoder
+        may drop the space that a text begins with. Empty for special tokens and unknown ids.
+        """
+        if self._byte_level:
+            return self._visible_bytes[token_id]
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None or token_id in self.special_ids:
+            return b""
+        byte = re.fullmatch("<0x([0-9A-F]{2})>", token) if self._byte_fallback else None
+        if byte is not None and int(byte[1], 16) >= 0x80:
+            return bytes([int(byte[1], 16)])
+        before = [] if first else self._ordinary_token
+        start = len(self._tokenizer.decode(before, skip_special_tokens=False))
+        text: str = self._tokenizer.decode([*before, token_id], skip_special_tokens=False)[start:]
+        return b"" if "\ufffd" in text and "\ufffd" not in token else text.encode()
+
+    @functools.cached_property
+    def _ordinary_token(self) -> list[int]:
+        """A token of visible text, as what comes before another one; [] if there is none."""
+        for token_id in range(self.vocab_size):
+            text = self._tokenizer.decode([token_id], skip_special_tokens=True)
+            if text.isascii() and text.isalnum():
+                return [token_id]
+        return []
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Token ids by token, added ones included."""
+        tokens: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return tokens
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included; a model's embedding may have more rows."""
+        size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        return size
+
+    @property
+    def bos(self) -> int | None:
+        """Megatron's name of :attr:`bos_id`."""
+        return self.bos_id
+
+    @property
+    def eod(self) -> int | None:
+        """Megatron's name of the first of :attr:`eos_ids`."""
+        return self.eos_ids[0] if self.eos_ids else None
+
+    def _special_id(self, field: str, token: str | None) -> int | None:
+        if token is None:
+            return None
+        try:
+            token_id: int | None = self._tokenizer.token_to_id(token)
+        except UnicodeEncodeError:  # half of a surrogate pair
+            token_id = None
+        if token_id is None:
+            raise CheckpointError(f"{field}={shown(token)} is not in the vocabulary")
+        return token_id

@@ -1,0 +1,158 @@
+"""Each tensor-parallel rank loads its share of a model, from every format."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import transformers
+
+from megatron_async.checkpoint import load_pretrained, save_distributed, save_native
+from megatron_async.models.description.config import ModelConfig
+from megatron_async.models.description.latent_config import LatentAttention
+from megatron_async.weights.parallel_layouts import relay
+from tests.support.programs import run_program
+
+PROGRAM = """
+import os, sys
+from pathlib import Path
+import torch
+from megatron_async.checkpoint import load_pretrained, save_distributed, save_native
+from megatron_async.errors import CheckpointError
+from megatron_async import megatron_compat as compat
+
+# Forked from a process of one thread, so that the modules are imported once.
+other = os.fork()
+rank, root = int(other == 0), Path(sys.argv[1])
+torch.distributed.init_process_group(
+    "gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=2)
+compat.ensure_parallel_state(tensor=2)
+ids = torch.arange(20)[None]
+for name in sys.argv[2:]:
+    loaded = load_pretrained(root / name)
+    if name == "distributed":
+        save_distributed(root / "saved_by_two", loaded.model, loaded.config)
+        try:
+            save_native(root / "never", loaded.model, loaded.config)
+        except CheckpointError as error:
+            assert "use save_distributed" in str(error)
+    logits = loaded.model(ids, ids, None, runtime_gather_output=True)
+    torch.save(logits, root / f"{name}.{rank}.pt")
+    torch.save(dict(loaded.model.named_parameters()), root / f"{name}.{rank}.weights.pt")
+# A rank that leaves while the other still talks to it takes gloo's threads down with a crash.
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
+if other:
+    assert os.waitpid(other, 0)[1] == 0
+os._exit(0)  # the interpreter takes a second to end
+"""
+CONFIG = ModelConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn_hidden_size=48,
+    vocab_size=64,
+    max_sequence_length=64,
+    qkv_bias=True,
+    attention_output_bias=True,
+    mlp_bias=True,
+    mtp_num_layers=1,
+)
+OF_HEADS = {
+    "latents": replace(
+        CONFIG, num_kv_heads=4, qkv_bias=False, mtp_num_layers=0,
+        latent_attention=LatentAttention(
+            kv_lora_rank=12, q_lora_rank=20, qk_pos_emb_head_dim=4, v_head_dim=6
+        ),
+    ),
+    "sinks": replace(CONFIG, attention_sinks=True, mtp_num_layers=0),
+}  # fmt: skip
+
+
+def logits_of(path: Path) -> torch.Tensor:
+    ids = torch.arange(20)[None]
+    logits: torch.Tensor = load_pretrained(path).model(ids, ids, None, runtime_gather_output=True)
+    return logits
+
+
+def save_all_formats(root: Path) -> None:
+    from megatron_async.models.build import build_model
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        vocab_size=64,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        mlp_bias=True,
+        initializer_range=0.2,
+    )
+    theirs = transformers.LlamaForCausalLM(config)
+    ours = build_model(CONFIG, device="cpu", dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in [*theirs.parameters(), *ours.parameters()]:
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    theirs.save_pretrained(root / "huggingface")
+    save_native(root / "native", ours, CONFIG)
+    save_distributed(root / "distributed", ours, CONFIG)
+    for name, config in OF_HEADS.items():
+        model = build_model(config, device="cpu", dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+        save_native(root / name, model, config)
+        save_distributed(root / f"{name}_distributed", model, config)
+
+
+def test_two_ranks_give_the_logits_of_one(tmp_path: Path) -> None:
+    save_all_formats(tmp_path)
+    names = ["huggingface", "native", "distributed"]
+    names += [f"{name}{end}" for name in OF_HEADS for end in ("", "_distributed")]
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    root = str(Path(__file__).parents[3])
+    run_program(
+        [sys.executable, "-W", "ignore", str(program), str(tmp_path), *names],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root},
+        check=True,
+    )
+    for name in names:
+        expected = logits_of(tmp_path / name)
+        for rank in range(2):
+            actual = torch.load(tmp_path / f"{name}.{rank}.pt", weights_only=True)
+            torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    for name in names:
+        check_layouts(tmp_path, name)
+    one, two = (
+        dict(load_pretrained(tmp_path / name).model.named_parameters())
+        for name in ("distributed", "saved_by_two")
+    )
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def check_layouts(root: Path, name: str) -> None:
+    """What two ranks have loaded are the shards of what one has, and together all of it."""
+    model = load_pretrained(root / name).model
+    whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    shards = [
+        torch.load(root / f"{name}.{rank}.weights.pt", weights_only=True) for rank in range(2)
+    ]
+    gated = model.model_config.gated
+    joined = relay(shards, gated=gated)
+    assert joined.keys() == whole.keys() and gated
+    assert all(torch.equal(joined[name], whole[name]) for name in whole)
+    for rank, shard in enumerate(shards):
+        found = relay([whole], gated=gated, rank=rank, size=2)
+        assert all(torch.equal(found[name], shard[name]) for name in whole)
+        # Norms alone are on each rank as a whole.
+        assert sum(found[name].shape != whole[name].shape for name in whole) > len(whole) // 2

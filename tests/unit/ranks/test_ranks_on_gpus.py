@@ -1,0 +1,133 @@
+"""One model on two GPUs: collectives of NCCL inside the captured graphs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.patience import PATIENCE_SECONDS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+ROOT = Path(__file__).parents[3]
+
+PROGRAM = """
+import json, sys
+from megatron_async.config.engine_config import EngineConfig
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.sampling_params import SamplingParams
+
+model, dtype, sizes = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+prompts = ["def read(path):", "class A:", "for i in range(", "import os", "x = [1,", "try:"]
+kinds = [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 20},
+         {"temperature": 0.9, "top_p": 0.8}, {"temperature": 1.0, "repetition_penalty": 1.2},
+         {"temperature": 0.0, "return_log_probs": True}]
+params = [SamplingParams(seed=n, num_tokens_to_generate=60, termination_id=-1, **kind)
+          for n, kind in enumerate(kinds)]
+
+def config(depth):
+    return EngineConfig(device="cuda", dtype=dtype, inference_async_scheduling=depth > 0,
+                        depth=depth or None, max_requests=4, max_sequence_length=256, **sizes)
+
+found = {}
+with DynamicInferenceEngine.from_pretrained(model, config(0)) as engine:
+    for depth in (0, 1, 2, 4):
+        with engine.with_config(config(depth)) as other:
+            found[depth] = [request.generated_tokens for request in other.generate(prompts, params)]
+print(json.dumps(found))
+"""
+
+WEIGHTS = """
+import json, sys
+from safetensors.torch import load_file
+from megatron_async.checkpoint.path import model_directory
+from megatron_async.config.engine_config import EngineConfig
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.sampling_params import SamplingParams
+
+model, device, sizes = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+params = SamplingParams(temperature=0.0, num_tokens_to_generate=40, termination_id=-1)
+old = load_file(model_directory(model) / "model.safetensors")
+new = {name: 1.5 * value if "linear_proj" in name else value for name, value in old.items()}
+config = EngineConfig(device=device, dtype="float32", inference_async_scheduling=True, depth=2,
+                      max_requests=4, max_sequence_length=256, enable_sleep_mode=True, **sizes)
+
+found = []
+with DynamicInferenceEngine.from_pretrained(model, config) as engine:
+    def generate():
+        requests = engine.generate(["def read(path):", "class A:", "x = [1,"], params)
+        found.append([request.generated_tokens for request in requests])
+    generate()
+    where = engine.cache.device
+    for weights in (new, {name: value.to(where) for name, value in old.items()}):
+        engine.update_weights(weights)
+        generate()
+    engine.sleep(1)
+    engine.wake_up()
+    generate()
+    engine.sleep(2)
+    engine.wake_up(["weights"])
+    engine.update_weights(new)
+    engine.wake_up()
+    generate()
+print(json.dumps(found))
+"""
+
+
+def tokens_of(model: str, dtype: str, **sizes: int) -> dict[str, list[list[int]]]:
+    found: dict[str, list[list[int]]] = output_of(PROGRAM, model, dtype, sizes)
+    return found
+
+
+def output_of(program: str, model: str, kind: str, sizes: dict[str, int]) -> Any:
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, model, kind, json.dumps(sizes)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        check=True,
+        timeout=PATIENCE_SECONDS,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        ("tiny", {"tensor_model_parallel_size": 2}),
+        ("tiny", {"pipeline_model_parallel_size": 2}),
+        ("tiny-moe", {"expert_model_parallel_size": 2}),
+        ("tiny-moe", {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}),
+    ],
+)
+def test_tokens_are_those_of_one_gpu(model: str, sizes: dict[str, int]) -> None:
+    """In float32, and in bfloat16 the same at every depth."""
+    alone, several = tokens_of(model, "float32"), tokens_of(model, "float32", **sizes)
+    assert len(set(map(str, several["0"]))) == 6
+    assert all(several[depth] == alone["0"] for depth in ("0", "1", "2", "4"))
+    coarse = tokens_of(model, "bfloat16", **sizes)
+    assert all(coarse[depth] == coarse["0"] for depth in ("1", "2", "4"))
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        ("tiny", {"tensor_model_parallel_size": 2}),
+        ("tiny-moe", {"expert_model_parallel_size": 2}),
+    ],
+)
+def test_new_weights_and_sleep_keep_graphs(model: str, sizes: dict[str, int]) -> None:
+    """Tensors of the host and of rank 0's GPU, and both levels of sleep, under captured graphs."""
+    alone, several = (output_of(WEIGHTS, model, "cuda", each) for each in ({}, sizes))
+    old, new, old_again, kept, new_again = several
+    assert several == alone and old == old_again == kept != new == new_again
