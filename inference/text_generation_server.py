@@ -6,11 +6,8 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # The folder of this script has modules with names of others' (trace). Above it is the checkout,
-    # or the package that it is installed in.
-    above = Path(__file__).resolve().parents[1]
-    sys.path[0] = str(above if (above / "megatron_async").is_dir() else above.parent)
-
+    # This file lies in a checkout, whose package need not be installed.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from megatron_async.cli.main import main
 
     sys.exit(main(["serve", *sys.argv[1:]]))

@@ -6,30 +6,22 @@ The names below are imported on first use, so that the scheduler can be used wit
 from __future__ import annotations
 
 import importlib
-import os
 
 from megatron_async.version import __version__
 
-_package = os.path.dirname(os.path.realpath(__file__))
-_checkout = os.path.dirname(_package)
-_is_installed = os.path.exists(os.path.join(_package, "inference"))
-if not _is_installed and os.path.isdir(os.path.join(_checkout, "inference")):
-    # Not installed: the command line lies next to the package and is found from there.
-    __path__.append(_checkout)
-
 _OURS = {
     "DynamicInferenceEngine": "engine.engine",
-    "DynamicInferenceRequest": "request",
-    "EngineConfig": "config",
+    "DynamicInferenceRequest": "request.request",
+    "EngineConfig": "config.engine_config",
     "EngineSuspendedError": "errors",
-    "FinishReason": "request",
-    "RequestFuture": "request",
-    "Rollout": "request",
+    "FinishReason": "request.request",
+    "RequestFuture": "request.request",
+    "Rollout": "request.request",
     "SamplingParams": "sampling_params",
-    "StepReport": "request",
+    "StepReport": "request.request",
     "StructuredOutputs": "grammar.spec",
-    "TokenLogProbs": "request",
-    "TokenOutput": "engine.output_processor",
+    "TokenLogProbs": "request.request",
+    "TokenOutput": "engine.requests.output_processor",
 }
 _MEGATRONS = {
     "DynamicInferenceContext": "megatron_api.context",

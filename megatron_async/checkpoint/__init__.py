@@ -22,7 +22,7 @@ _MODULES = {
     "Pretrained": "load",
     "describe_pretrained": "load",
     "load_pretrained": "load",
-    "save_distributed": "distributed",
+    "save_distributed": "megatron.distributed",
     "save_native": "native",
 }
 

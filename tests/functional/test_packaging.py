@@ -49,7 +49,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     ignore = shutil.ignore_patterns("__pycache__", ".*")
-    for name in ("megatron_async", "inference", "tests"):
+    for name in ("megatron_async", "tests"):
         shutil.copytree(ROOT / name, source / name, ignore=ignore)
     out = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"]
@@ -69,16 +69,12 @@ def test_wheel_brings_only_this_package(wheel: Path) -> None:
 def test_wheel_holds_every_source_and_asset(wheel: Path) -> None:
     expected = {"megatron_async/py.typed"}
     package = ROOT / "megatron_async"
-    commands = (ROOT / "inference").rglob("*.*")
-    expected |= {
-        f"megatron_async/{path.relative_to(ROOT)}"
-        for path in commands
-        if path.suffix in (".py", ".toml", ".json")
-    }
     kernels = [*package.glob("kernels/*/*.cu*"), *package.glob("kernels/*/*.json")]
+    commands = [*package.glob("cli/options/*.json"), *package.glob("verify/*.toml")]
     assets = (package / "assets").rglob("*")
     pages = package.glob("serving/page/*.html")
-    for path in (*package.rglob("*.py"), *package.rglob("*.pyi"), *kernels, *assets, *pages):
+    sources = [*package.rglob("*.py"), *package.rglob("*.pyi")]
+    for path in (*sources, *kernels, *commands, *assets, *pages):
         if path.is_file():
             expected.add(path.relative_to(ROOT).as_posix())
     names = {n for n in zipfile.ZipFile(wheel).namelist() if n.startswith("megatron_async/")}
@@ -154,10 +150,9 @@ def test_installed_wheel_runs_away_from_the_checkout(wheel: Path, tmp_path: Path
 def test_checkout_runs_without_being_installed(tmp_path: Path) -> None:
     """``-S`` leaves out what installed packages add, so that only the copy can be found."""
     ignore = shutil.ignore_patterns("__pycache__")
-    for name in ("megatron_async", "inference"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
+    shutil.copytree(ROOT / "megatron_async", tmp_path / "megatron_async", ignore=ignore)
     libraries = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
-    code = "from megatron_async.inference.cli import main; print(main.__file__)"
+    code = "from megatron_async.cli import main; print(main.__file__)"
     where, info = (
         subprocess.run(
             [sys.executable, "-S", *arguments],
@@ -169,7 +164,7 @@ def test_checkout_runs_without_being_installed(tmp_path: Path) -> None:
         ).stdout
         for arguments in (("-c", code), ("-m", "megatron_async", "info"))
     )
-    assert Path(where.strip()) == tmp_path / "inference" / "cli" / "main.py"
+    assert Path(where.strip()) == tmp_path / "megatron_async" / "cli" / "main.py"
     assert ["megatron-async", __version__] in [line.split() for line in info.splitlines()]
 
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 FILES = {path.name: path for path in sorted((ROOT / "tests").rglob("test_*.py"))}
 PACKAGES = sorted(
     ".".join(path.relative_to(ROOT).parts[:-1])
-    for tree in ("megatron_async", "inference")
+    for tree in ("megatron_async",)
     for path in (ROOT / tree).glob("*/__init__.py")
 )
 

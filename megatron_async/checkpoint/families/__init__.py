@@ -16,7 +16,8 @@ from megatron_async.checkpoint.huggingface.family import Family
 def families() -> dict[str, Family]:
     """By ``model_type``, in alphabetical order."""
     found: dict[str, Family] = {}
-    for module in sorted(pkgutil.iter_modules(__path__), key=lambda module: module.name):
-        family = importlib.import_module(f"{__name__}.{module.name}").FAMILY
-        found[family.model_type] = family
-    return found
+    for module in pkgutil.walk_packages(__path__, f"{__name__}."):
+        if not module.ispkg:
+            family = importlib.import_module(module.name).FAMILY
+            found[family.model_type] = family
+    return dict(sorted(found.items()))
