@@ -50,7 +50,8 @@ class GrammarCompiler:
     none of it belongs into the thread that steps the engine.
 
     Args:
-        tokenizer: a :class:`~megatron_async.tokenizer.tokenizer.Tokenizer`, or another object around a
+        tokenizer: a :class:`~megatron_async.tokenizer.tokenizer.Tokenizer`, or another object
+        around a
             ``tokenizers.Tokenizer``, as megatron's and transformers' fast ones are.
         vocab_size: of the model: width of the masks in bits. Ids that the tokenizer does not have
             are never allowed, nor are special tokens.

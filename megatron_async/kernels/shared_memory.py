@@ -1,8 +1,8 @@
 """Shared memory: what a block of threads may have on a device, and how tiles are chosen by it.
 
 Choosers of tiles bound what a kernel takes, before it is compiled, and take what fits the device.
-The bounds hold for what Triton's compiler gives (``tests/unit/kernels/test_tiles_fit.py``); where one
-should not, ``fitting.py`` takes smaller tiles.
+The bounds hold for what Triton's compiler gives (``tests/unit/kernels/test_tiles_fit.py``); where
+one should not, ``fitting.py`` takes smaller tiles.
 """
 
 from __future__ import annotations

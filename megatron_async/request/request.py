@@ -345,7 +345,8 @@ class DynamicInferenceRequest:
 class Rollout:
     """A finished request for reinforcement learning. ``log_probs[i]`` is that of
     ``generated_tokens[i]``, which was sampled with the weights of the last of ``weight_spans`` that
-    starts at or before i. :func:`megatron_async.request.rollouts.batch_of` makes tensors of several.
+    starts at or before i. :func:`megatron_async.request.rollouts.batch_of` makes tensors of
+    several.
 
     Raises:
         IntegrityError: a token has no log-probability, or no weight version.

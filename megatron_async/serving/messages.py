@@ -194,7 +194,8 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Control(msgspec.Struct, frozen=True, tag=True):
-    """``name`` of the whole engine, one of :data:`megatron_async.serving.engine_side.controls.CONTROLS`;
+    """``name`` of the whole engine, one of
+    :data:`megatron_async.serving.engine_side.controls.CONTROLS`;
     answered by an :class:`Answer` with the same ``number``."""
 
     number: int

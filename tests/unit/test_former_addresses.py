@@ -26,7 +26,7 @@ def imported_again(former: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         ("megatron_async.weight_transfer.shared_weights", ("SharedWeights", "open_weights")),
         ("megatron_async.weight_transfer.weight_group", ("WeightGroup",)),
         (
-            "megatron_async.checkpoint.megatron.parallel_layouts",
+            "megatron_async.checkpoint.parallel_layouts",
             ("join_shards", "relay", "shard_of"),
         ),
     ],

@@ -25,7 +25,8 @@ _NEEDED_BY: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeScaling:
-    """Scaling of the frequencies of rotary position embeddings, computed in ``models/layers/rope.py``.
+    """Scaling of the frequencies of rotary position embeddings, computed in
+    ``models/layers/rope.py``.
 
     Args:
         kind: "linear" divides positions by ``factor``. "dynamic" (NTK-aware) raises theta with

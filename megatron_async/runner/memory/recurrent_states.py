@@ -88,7 +88,8 @@ class RecurrentStates:
     entry 0 is the state behind position ``base[slot]``, so it is entry ``position - 1 - base``. The
     host knows nothing of it. A chunk and a restored snapshot leave one state, in entry 0.
 
-    Layers that replay (:class:`~megatron_async.models.description.recurrent_state_spec.StateTensor`) have one
+    Layers that replay
+    (:class:`~megatron_async.models.description.recurrent_state_spec.StateTensor`) have one
     entry: they take in again the ``first`` tokens behind it.
 
     A slot's states are whatever they were until a chunk that begins at position 0 (from zeros), or

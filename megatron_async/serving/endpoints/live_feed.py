@@ -35,7 +35,8 @@ class LiveFeed:
 
         Each is whole: ``state`` of the engine, ``model``, ``version``, ``depth``, ``max_requests``,
         the last ``snapshot`` with ``time``, ``counters`` and ``gauges``, the ``device`` and the
-        last ``steps`` (:meth:`LiveSteps.read <megatron_async.serving.engine_side.live_steps.LiveSteps.read>`),
+        last ``steps`` (:meth:`LiveSteps.read
+        <megatron_async.serving.engine_side.live_steps.LiveSteps.read>`),
         and of replicas ``replicas``: how many serve, and of how many. Numbers are then of all that
         serve, the device and the steps of one.
 

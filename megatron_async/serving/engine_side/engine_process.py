@@ -1,4 +1,5 @@
-"""The engine in a process of its own: ``python -m megatron_async.serving.engine_side.engine_process FD``.
+"""The engine in a process of its own: ``python -m
+megatron_async.serving.engine_side.engine_process FD``.
 
 ``FD`` is a connection to the supervisor that started it. Front ends send to one socket, which the
 main thread reads, and get what they are sent through another, mostly from the engine's thread.

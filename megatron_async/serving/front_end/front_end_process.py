@@ -1,4 +1,5 @@
-"""A front end in a process of its own: ``python -m megatron_async.serving.front_end.front_end_process FD``.
+"""A front end in a process of its own: ``python -m
+megatron_async.serving.front_end.front_end_process FD``.
 
 ``FD`` is a connection to the parent, which owns the supervisor and the listening socket.
 """

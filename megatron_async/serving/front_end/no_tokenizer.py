@@ -16,8 +16,8 @@ SAID = (
 
 
 class NoTokenizer:
-    """In place of a :class:`~megatron_async.tokenizer.tokenizer.Tokenizer`: tokens have no text, and texts
-    are errors."""
+    """In place of a :class:`~megatron_async.tokenizer.tokenizer.Tokenizer`: tokens have no text,
+    and texts are errors."""
 
     bos_id: int | None = None
 

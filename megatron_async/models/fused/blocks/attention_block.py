@@ -120,7 +120,8 @@ class AttentionBlock:
         self, rows: int, context: Any, reader: Norm | None, window: int | None = None
     ) -> Iterator[Work]:
         """What is compiled for ``rows`` tokens. A step of more of them than the GEMMs take has its
-        attention in the same kernel (``runner/memory/cache_attention.py``), so that comes by itself.
+        attention in the same kernel (``runner/memory/cache_attention.py``), so that comes by
+        itself.
 
         Args:
             window: tokens of each row when MTP layers draft; None for decode steps.

@@ -8,7 +8,7 @@ from typing import Any
 import megatron_async.weights.parallel_layouts as moved
 
 warnings.warn(
-    "megatron_async.checkpoint.megatron.parallel_layouts is now megatron_async.weights.parallel_layouts",
+    "megatron_async.checkpoint.parallel_layouts is now megatron_async.weights.parallel_layouts",
     DeprecationWarning,
     stacklevel=2,
 )
