@@ -29,6 +29,19 @@ encode_json: Callable[[Any], bytes] = msgspec.json.Encoder().encode
 """A value as JSON text, for clients; from any thread."""
 
 
+def parse_json(text: bytes) -> Any:
+    """The value of JSON text, faster than the standard library's parser and stricter: no NaN, no
+    lone surrogate.
+
+    Raises:
+        ValueError: it is no JSON; says why.
+    """
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+
+
 class Codec(Generic[T]):
     """Messages as msgpack.
 

@@ -25,10 +25,10 @@ from megatron_async.megatron_api.llm import MegatronAsyncLLM as MegatronAsyncLLM
 from megatron_async.megatron_api.llm import MegatronLLM as MegatronLLM
 from megatron_async.megatron_api.model import GPTInferenceWrapper as GPTInferenceWrapper
 from megatron_async.megatron_api.model import TextGenerationController as TextGenerationController
-from megatron_async.request import DynamicInferenceEvent as DynamicInferenceEvent
-from megatron_async.request import DynamicInferenceEventType as DynamicInferenceEventType
-from megatron_async.request import DynamicInferenceRequest as DynamicInferenceRequest
-from megatron_async.request import Status as Status
+from megatron_async.request.request import DynamicInferenceEvent as DynamicInferenceEvent
+from megatron_async.request.request import DynamicInferenceEventType as DynamicInferenceEventType
+from megatron_async.request.request import DynamicInferenceRequest as DynamicInferenceRequest
+from megatron_async.request.request import Status as Status
 from megatron_async.sampling_params import SamplingParams as SamplingParams
 
 ContextOverflowError = _RequestError

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
+import importlib
+
 
 def __getattr__(name: str) -> object:
-    from megatron_async.request import request
-
-    if name.startswith("_"):
+    if not name[:1].isupper():  # a module of this package, or nothing
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(request, name)
+    return getattr(importlib.import_module("megatron_async.request.request"), name)

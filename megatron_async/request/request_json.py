@@ -5,24 +5,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, get_type_hints
+from functools import partial
+from typing import Any, TypeVar, get_type_hints
 
 from megatron_async.codec import from_plain, to_plain
 from megatron_async.errors import RequestError, error_named
-from megatron_async.request.request import (
+from megatron_async.request.fields import (
     DynamicInferenceEvent,
     DynamicInferenceEventType,
-    DynamicInferenceRequest,
     SamplingSpan,
     Status,
     TokenIds,
 )
 from megatron_async.sampling_params import SamplingParams
 
+Request = TypeVar("Request")
 _TOPS = ("generated_top_n_logprobs", "prompt_top_n_logprobs")
 
 
-def request_to_json(request: DynamicInferenceRequest) -> dict[str, Any]:
+def request_to_json(request: Any) -> dict[str, Any]:
     """All fields of a request in plain JSON types; of ``choices`` those beyond itself."""
     values = {f.name: getattr(request, f.name) for f in dataclasses.fields(request)}
     values |= {
@@ -58,17 +59,21 @@ def _error_to_json(payload: Any) -> Any:
 
 
 @functools.cache
-def _types() -> dict[str, Any]:
-    return get_type_hints(DynamicInferenceRequest)
+def _types(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
-def request_from_json(data: dict[str, Any]) -> DynamicInferenceRequest:
+def request_from_json(kind: type[Request], data: dict[str, Any]) -> Request:
     """The inverse of :func:`request_to_json`.
+
+    Args:
+        kind: the class of requests.
 
     Raises:
         RequestError: a field is missing or unknown, or has a wrong value.
     """
-    types = _types()
+    of: Any = kind
+    types = _types(of)
     if not isinstance(data, dict) or not data.keys() <= types.keys() or "request_id" not in data:
         raise RequestError(
             "this is no serialized request; give what DynamicInferenceRequest.serialize() returned"
@@ -76,14 +81,20 @@ def request_from_json(data: dict[str, Any]) -> DynamicInferenceRequest:
     values = {}
     for name, value in data.items():
         convert = _FROM_JSON.get(name)
+        if name == "choices":
+            convert = partial(_choices, kind)
         try:
             values[name] = from_plain(value, types[name]) if convert is None else convert(value)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RequestError(f"{name} of the serialized request is not valid: {error}") from error
-    request = DynamicInferenceRequest(**values)
+    request: Any = kind(**values)
     if request.choices:
         request.choices.insert(0, request)
-    return request
+    return request  # type: ignore[no-any-return]
+
+
+def _choices(kind: type[Request], choices: Any) -> list[Request]:
+    return [request_from_json(kind, choice) for choice in choices]
 
 
 def _event(data: dict[str, Any]) -> DynamicInferenceEvent:
@@ -115,7 +126,6 @@ def _sampling_span(data: Any) -> SamplingSpan:
 _FROM_JSON: dict[str, Callable[[Any], Any]] = {
     "prompt_tokens": lambda tokens: TokenIds(from_plain(tokens, list[int])),
     "sampling_params": SamplingParams.deserialize,
-    "choices": lambda choices: [request_from_json(choice) for choice in choices],
     "sampling_spans": lambda spans: [_sampling_span(span) for span in spans],
     "status": Status.__getitem__,
     "events": lambda events: [_event(event) for event in events],

@@ -55,9 +55,7 @@ def imports_of(path: Path) -> set[str]:
 ABOVE_STEP = tuple(
     f"megatron_async.{name}" for name in ("engine", "scheduler", "runner", "kernels", "device")
 )
-COMMANDS = tuple(
-    f"megatron_async.{name}" for name in ("cli", "verify", "trace", "benchmark")
-)
+COMMANDS = tuple(f"megatron_async.{name}" for name in ("cli", "verify", "trace", "benchmark"))
 FORBIDDEN = {
     "step": (*ABOVE_STEP, "torch", "time", "random", "threading"),
     "runner": (
@@ -201,8 +199,8 @@ UNWANTED = (
     "kernels.compile", "kernels.gemm", "kernels.mamba", "kernels.moe", "kernels.ranks", "grammar",
     "models.adapt", "models.mamba.mixer", "models.moe", "models.layers.latent_attention",
     "models.fused.coverage", "drafting.mtp", "drafting.ngram", "drafting.model", "ranks.group",
-    "ranks.messages", "checkpoint.families", "checkpoint.huggingface", "checkpoint.megatron",
-    "contrib", "serving",
+    "ranks.messages", "checkpoint.families", "checkpoint.huggingface",
+    "checkpoint.megatron.distributed", "contrib", "serving",
 )  # fmt: skip
 """What a model or a configuration has to ask for."""
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from megatron_async.errors import CheckpointError
 from megatron_async.models.description.config_fields import check_fields
-
-if TYPE_CHECKING:
-    from megatron_async.models.description.config import ModelConfig
+from megatron_async.models.description.config_protocol import ConfigFields
 
 _NOT_WITH_LATENTS = (
     "qk_norm", "qkv_bias", "attention_sinks", "attention_soft_cap", "sliding_window",
@@ -48,7 +45,7 @@ class LatentAttention:
         return self.kv_lora_rank + self.qk_pos_emb_head_dim
 
 
-def check_latent(config: ModelConfig, latent: LatentAttention) -> None:
+def check_latent(config: ConfigFields, latent: LatentAttention) -> None:
     """Raises CheckpointError for what does not go with latents."""
     if config.head_dim <= latent.qk_pos_emb_head_dim:
         raise CheckpointError(

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_async.errors import CheckpointError
+from megatron_async.models.description.config_protocol import ConfigFields
 
 if TYPE_CHECKING:
     from megatron_async.kernels.mamba.layer import MambaSizes
-    from megatron_async.models.description.config import ModelConfig
 
 MAMBA, ATTENTION, MLP, EXPERTS = LETTERS = "M*-E"
 """megatron-core's letters of the kinds of layers."""
 
 
-def mamba_sizes(config: ModelConfig) -> MambaSizes:
+def mamba_sizes(config: ConfigFields) -> MambaSizes:
     """Sizes of the Mamba-2 layers of a configuration."""
     from megatron_async.kernels.mamba.layer import MambaSizes
 
@@ -27,7 +27,7 @@ def mamba_sizes(config: ModelConfig) -> MambaSizes:
     )
 
 
-def check_hybrid(config: ModelConfig) -> None:
+def check_hybrid(config: ConfigFields) -> None:
     """Raises CheckpointError for a ``hybrid_override_pattern`` that contradicts other fields."""
     pattern = config.hybrid_override_pattern
     assert pattern is not None
@@ -59,8 +59,8 @@ def check_hybrid(config: ModelConfig) -> None:
             f"model config: mamba_head_dim={config.mamba_head_dim} must divide twice the "
             f"hidden_size={config.hidden_size}, or give mamba_num_heads"
         )
-    if config.mamba.heads % config.mamba_num_groups:
+    if mamba_sizes(config).heads % config.mamba_num_groups:
         raise CheckpointError(
             f"model config: mamba_num_groups={config.mamba_num_groups} must divide the "
-            f"{config.mamba.heads} heads of a Mamba layer"
+            f"{mamba_sizes(config).heads} heads of a Mamba layer"
         )

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from megatron_async.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from megatron_async.models.description.config import ModelConfig
+from megatron_async.models.description.config_protocol import ConfigFields
 
 
-def check_experts(config: ModelConfig) -> None:
+def check_experts(config: ConfigFields) -> None:
     """Check a configuration with experts.
 
     Raises:
@@ -36,7 +32,7 @@ def check_experts(config: ModelConfig) -> None:
     _check_groups(config, experts, chosen)
 
 
-def _check_layers(config: ModelConfig) -> None:
+def _check_layers(config: ConfigFields) -> None:
     kinds = config.moe_layer_freq
     if kinds is not None and (len(kinds) != config.num_layers or not set(kinds) <= {0, 1}):
         raise CheckpointError(
@@ -45,7 +41,7 @@ def _check_layers(config: ModelConfig) -> None:
         )
 
 
-def _check_groups(config: ModelConfig, experts: int, chosen: int) -> None:
+def _check_groups(config: ConfigFields, experts: int, chosen: int) -> None:
     groups, taken = config.moe_router_num_groups, config.moe_router_group_topk
     if (groups is None) != (taken is None):
         raise CheckpointError(

@@ -35,7 +35,7 @@ MAX_MESSAGES = 16_384
 MAX_TEXTS = 1024
 """Stop words, or bad ones."""
 MAX_ENTRIES = 65_536
-"""Of an object or list whose entries are checked one by one."""
+"""Entries of an object or list that are checked one by one."""
 T = TypeVar("T")
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from megatron_async.codec import Codec
 from megatron_async.errors import MegatronAsyncError, RequestError
 from megatron_async.processes.child import Child
 
@@ -32,6 +33,10 @@ class Done(msgspec.Struct, frozen=True):
 
     value: Any = None
     error: str | None = None
+
+
+ARGUMENTS: Codec[dict[str, Any]] = Codec(dict[str, Any])
+DONE: Codec[Done] = Codec(Done)
 
 
 class TooMuchError(MegatronAsyncError):
@@ -67,7 +72,7 @@ class LimitedWorkers:
             TooMuchError: it took too long, or too much memory. Its process is gone.
         """
         try:
-            message = msgspec.msgpack.encode(arguments)
+            message = ARGUMENTS.encode(arguments)
         except OverflowError:
             (name, *_) = arguments
             raise RequestError(f"{name}: an integer does not fit into 64 bits") from None
@@ -97,7 +102,7 @@ class LimitedWorkers:
     async def _start(self) -> _Process:
         process = await _Process.start(self._module, self._mib)
         try:
-            await process.call(msgspec.msgpack.encode({**self._given, "seconds": self._seconds}))
+            await process.call(ARGUMENTS.encode({**self._given, "seconds": self._seconds}))
         except BaseException:
             process.kill()
             raise
@@ -128,7 +133,7 @@ class _Process:
         self._writer.write(len(message).to_bytes(LENGTH_BYTES, "big") + message)
         await self._writer.drain()
         size = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "big")
-        return msgspec.msgpack.decode(await self._reader.readexactly(size), type=Done)
+        return DONE.decode(await self._reader.readexactly(size))
 
     def kill(self) -> None:
         self._writer.transport.abort()
@@ -158,7 +163,7 @@ def serve(connection: socket.socket, make: Callable[..., Callable[..., Any]], mi
     work: Callable[..., Any] | None = None
     seconds = 0.0
     while size := stream.read(LENGTH_BYTES):
-        arguments = msgspec.msgpack.decode(stream.read(int.from_bytes(size, "big")))
+        arguments = ARGUMENTS.decode(stream.read(int.from_bytes(size, "big")))
         value: Any = None
         error = None
         if work is None:
@@ -175,7 +180,7 @@ def serve(connection: socket.socket, make: Callable[..., Callable[..., Any]], mi
             except MemoryError:
                 return  # the other side knows what that means
             signal.setitimer(signal.ITIMER_REAL, 0)
-        message = msgspec.msgpack.encode(Done(value, error))
+        message = DONE.encode(Done(value, error))
         stream.write(len(message).to_bytes(LENGTH_BYTES, "big") + message)
         stream.flush()
 

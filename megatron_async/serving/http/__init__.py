@@ -1,1 +1,1 @@
-"""HTTP itself: the process that serves it, what every request passes, and who may what."""
+"""HTTP itself: the process that serves it, what every request passes, and the rights of each."""

@@ -18,14 +18,14 @@ from megatron_async.serving.http.errors import error_body, json_response
 logger = logging.getLogger(__name__)
 
 HEAD_BYTES = 64 * 1024
-"""Of a request's line, headers and trailers."""
+"""The most that a request's line, headers and trailers have."""
 HEAD_FIELDS = 256
 PART_BYTES = 4096
-"""That are parsed at a time: so many small requests may come at once."""
+"""The most that is parsed at a time, and with it the small requests that come at once."""
 FRAMING = 8
 """Bytes of a chunked body's framing for each byte of the body."""
 UNPARSED_BYTES = 1024 * 1024
-"""That may come behind a request that has not been answered; reading pauses at the first."""
+"""The most that may come behind a request that has not been answered; reading pauses at once."""
 HEADER_SECONDS = 60.0
 """For a request's headers to arrive, from its first byte or from the connection's beginning."""
 UNREAD_SECONDS = 300.0

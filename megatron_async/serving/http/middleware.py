@@ -25,7 +25,7 @@ from megatron_async.serving.http.rights import find_route
 BODY_SECONDS = 60.0
 """For each MiB of a body that is begun: a connection must not live for ever."""
 SMALL_BODY = 64 * 1024
-"""Of which a server takes as many as it has connections."""
+"""A server takes as many of these as it has connections."""
 ALL_BODIES = 128 * MIB
 _ALL_SAID = "the bodies of other requests hold all the memory that they may; try again later"
 STATUS_CLIENT_GONE = 499

@@ -20,6 +20,7 @@ from megatron_async.serving.chat.chat import Chat, ToolUse
 from megatron_async.serving.chat.chat_template import ChatTemplates
 from megatron_async.serving.endpoints.development_api import UpdateInfo
 from megatron_async.serving.endpoints.engine_api import DetokenizeRequest
+from megatron_async.serving.endpoints.json_body import check_size, parse
 from megatron_async.serving.endpoints.megatron_api import MegatronRequest
 from megatron_async.serving.endpoints.request_shapes import ChatCompletionRequest, CompletionRequest
 from megatron_async.serving.endpoints.responses_api import ResponsesRequest
@@ -27,7 +28,6 @@ from megatron_async.serving.front_end.limited_worker import LimitedWorkers, TooM
 from megatron_async.serving.http import connections, middleware
 from megatron_async.serving.http.errors import ApiError, install_error_handlers
 from megatron_async.serving.http.middleware import BodyLimit
-from megatron_async.serving.json_body import check_size, parse
 from tests.support import limited_work
 from tests.unit.serving.test_connections import REQUEST, connected, run, running, says_ok
 

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_async.contrib.transformers.benchmarks.variants import load, measure, seconds_of
+
 Figures = dict[str, Any]
 Keep = Callable[..., None]
 """Adds figures to those of the row, where they survive the process."""
@@ -41,8 +43,6 @@ class Row(NamedTuple):
 
 def measure_variants(row: Row, options: Any, keep: Keep) -> None:
     """Milliseconds of a token: of stock's variant, then of ours."""
-    from megatron_async.contrib.transformers.benchmarks.bench import load, measure
-
     model = load(options.model, getattr(torch, options.dtype), options.device)
     for whose, name in zip(("stock", "ours"), row.variants, strict=True):
         found = measure(model, name, 1, options)
@@ -115,7 +115,6 @@ def measure_batch(row: Row, options: Any, keep: Keep) -> None:
     is less than all would take: their contexts are shorter."""
     from transformers import GenerationConfig
 
-    from megatron_async.contrib.transformers.benchmarks.bench import load
     from megatron_async.contrib.transformers.engine.build import engine_of
     from megatron_async.contrib.transformers.engine.requests import sampling_params
 
@@ -166,15 +165,6 @@ def share(spans: list[tuple[int, int]]) -> float:
         covered += max(0, end - max(start, reached))
         reached = max(reached, end)
     return covered / max(reached - spans[0][0], 1)
-
-
-def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
-    """With all that it has launched."""
-    started = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - started
 
 
 def _of_variants(name: str, model: str, most: Callable[[float], float], *variants: str) -> Row:

@@ -18,8 +18,8 @@ from megatron_async.errors import RequestError
 from megatron_async.request.request import DynamicInferenceRequest, Status
 from tests.unit.test_architecture import PACKAGE, ROOT, imports_of
 
-FILES = [*sorted(PACKAGE.rglob("*.py")), *sorted((ROOT / "inference").rglob("*.py"))]
-IN_THE_BENCHMARK = ROOT / "inference" / "benchmark" / "http_client.py"
+FILES = sorted(PACKAGE.rglob("*.py"))
+IN_THE_BENCHMARK = PACKAGE / "benchmark" / "measuring" / "http_client.py"
 """A client of any server, which measures how fast ours answers."""
 MADE_IN_THE_CODEC = ("msgspec.msgpack", "msgspec.json", "msgspec.convert", "msgspec.to_builtins")
 

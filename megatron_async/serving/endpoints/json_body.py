@@ -11,11 +11,11 @@ import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import msgspec
 import numpy as np
 from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 
+from megatron_async.codec import parse_json
 from megatron_async.serving.http.errors import ApiError
 
 MOST_ITEMS = 1 << 20
@@ -58,8 +58,8 @@ def parse(body: bytes) -> Any:
         ApiError: it is no JSON.
     """
     try:
-        return msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return parse_json(body)
+    except ValueError as error:
         said = str(error)
     if len(body) <= MOST_LENIENT:
         # It takes lone surrogates and NaN, which are refused by the names of their fields.
