@@ -28,7 +28,7 @@ from megatron_async.runner.cuda_graphs import StepGraphs
 
 PACKAGE = Path(megatron_async.__file__).parent
 ROOT = PACKAGE.parent
-HOMES = {PACKAGE: "megatron_async", ROOT / "inference": "megatron_async.inference"}
+HOMES = {PACKAGE: "megatron_async"}
 CLOSED = load_pretrained.__code__
 END = StepGraphs.capture.__code__
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_async.errors import CheckpointError, ConfigError
-from megatron_async.listening import listen_at, own_address
+from megatron_async.processes.listening import listen_at, own_address
 from megatron_async.weights.tensor_info import announced, infos_of, weights_of
 
 TRAINER = 0

@@ -478,7 +478,7 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(seconds: float) -> None:
         f"timer = threading.Timer({seconds}, os.kill, (os.getpid(), signal.SIGINT))\n"
         "class Finder:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'megatron_async.inference' and not timer.is_alive(): timer.start()\n"
+        "        if name == 'megatron_async.cli' and not timer.is_alive(): timer.start()\n"
         "sys.meta_path.insert(0, Finder())\n"
         "sys.argv[1:] = ['demo']\n"
         "sys.exit(main())\n"
