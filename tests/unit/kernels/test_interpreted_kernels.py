@@ -43,7 +43,7 @@ RUNS = (
 of their own, which run side by side."""
 
 
-FILES = {path.name: path for path in HERE.parent.rglob("test_*.py")}
+FILES = {path.name: path for path in HERE.parents[1].rglob("test_*.py")}
 MARKED = re.compile(r"^\s*(@interpreted|@on_devices|.*marks=interpreted)", re.MULTILINE)
 """In files with tests that are interpreted."""
 

@@ -303,7 +303,7 @@ def test_two_processes_reach_each_others_memory(options: list[str]) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
     subprocess.run(
         [*command, "--hidden-sizes", "64", "2880", "4096", *options],
-        env={**os.environ, "PYTHONPATH": str(script.parents[2])},
+        env={**os.environ, "PYTHONPATH": str(script.parents[1])},
         check=True,
         timeout=PATIENCE_SECONDS,
     )

@@ -429,7 +429,7 @@ def test_nothing_is_measured_where_nothing_can_be_kept_or_no_kernel_runs(
 
 def test_a_description_is_read_without_weights(tmp_path: Path) -> None:
     whole = load_pretrained("tiny")
-    config = Path(checkpoint.__file__).parents[2] / "assets" / "tiny" / "config.json"
+    config = Path(checkpoint.__file__).parents[1] / "assets" / "tiny" / "config.json"
     (tmp_path / "config.json").write_bytes(config.read_bytes())
     (tmp_path / "model.safetensors").touch()
     description = describe_pretrained(tmp_path)
