@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from megatron_async.errors import CheckpointError, RequestError
+from megatron_async.serving.endpoints.log_prob_shapes import CompletionLogProbs, TokenNames
 from megatron_async.tokenizer.tokenizer import Tokenizer, _byte_of_character
 
 BYTE_OF = _byte_of_character()
@@ -76,6 +77,62 @@ def test_stream_equals_detokenize_for_any_ids(kind: str, ids: list[int], skip: b
     stream = WRAPPED[kind].stream(skip_special_tokens=skip)
     parts = [stream.push(token_id) for token_id in ids]
     assert "".join(parts) + stream.flush() == WRAPPED[kind].detokenize(ids, skip)
+
+
+@pytest.mark.parametrize("kind", ["sentence_piece", "metaspace"])
+@given(
+    prompt=st.lists(st.integers(256, 261), max_size=12),
+    end=st.lists(st.sampled_from([257, 258, 260]), min_size=1, max_size=2),
+    ids=st.lists(any_id, max_size=20),
+    skip=st.booleans(),
+)
+@settings(max_examples=400, deadline=None)
+def test_prompt_and_stream_are_the_text_of_both(
+    kind: str, prompt: list[int], end: list[int], ids: list[int], skip: bool
+) -> None:
+    tokenizer, prompt = WRAPPED[kind], prompt + end
+    stream = tokenizer.stream_after(prompt, skip_special_tokens=skip)
+    text = "".join(map(stream.push, ids)) + stream.flush()
+    assert tokenizer.detokenize(prompt, skip) + text == tokenizer.detokenize(prompt + ids, skip)
+
+
+def test_the_first_word_of_a_completion_keeps_its_space() -> None:
+    tokenizer = WRAPPED["sentence_piece"]
+    assert tokenizer.stream().push(258) == "a"
+    assert tokenizer.stream_after([257]).push(258) == " a"
+    # Special tokens are no words, and what is not shown is not before it.
+    assert tokenizer.stream_after([261]).push(258) == "a"
+    assert tokenizer.stream_after([261], skip_special_tokens=False).push(258) == " a"
+    assert tokenizer.stream_after([257] + [261] * 20).push(258) == " a"
+    # A long prompt costs no more than its last tokens.
+    assert tokenizer.stream_after([257] * 100_000).push(256) == " "
+
+
+def test_tokens_that_differ_by_a_space_have_names_of_their_own() -> None:
+    names = TokenNames(WRAPPED["sentence_piece"])
+    assert [names.name(token) for token in (257, 258, 256, 259)] == ["a", " a", " ", "  "]
+    for token in (257, 258, 260, 261):
+        text, raw = names.text_and_bytes(token)
+        assert bytes(raw).decode() == text
+    assert names.name(0xE6) == "bytes:\\xe6"
+
+
+def test_no_token_is_left_out_where_two_have_one_name() -> None:
+    pieces = {"a": 0, "b": 1, "Ġdone": 2}
+    made = tokenizers.Tokenizer(models.WordLevel(vocab=pieces, unk_token="b"))
+    made.add_tokens(["a "])
+    made.decoder = decoders.Strip(" ", 0, 0)
+    tokenizer = Tokenizer(made)
+
+    class OneName(TokenNames):
+        def name(self, token: int, *, as_id: bool = False) -> str:
+            return "x" if token < 2 else super().name(token, as_id=as_id)
+
+    shaper = CompletionLogProbs(tokenizer, OneName(tokenizer), 3)
+    part = shaper.part([1], [(-2.0, {0: -1.0, 1: -2.0, 2: -3.0})])
+    (top,) = part["top_logprobs"]
+    assert sorted(top.values()) == [-3.0, -2.0, -1.0] and top["token_id:0"] == -1.0
+    assert part["tokens"] == ["x"] and top["x"] == -2.0
 
 
 @given(text=st.text(max_size=40))
