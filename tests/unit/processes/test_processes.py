@@ -74,7 +74,8 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 
 def test_processes_are_started_in_the_kit_alone() -> None:
-    """But for what outlives its parent to clean up behind Ray, and the wait for several ranks."""
+    """But for what outlives its parent to clean up behind Ray, the wait for several ranks, and what
+    is measured."""
     others = {
         path.relative_to(PACKAGE).as_posix(): sorted(imports_of(path) & OF_PROCESSES)
         for path in PACKAGE.rglob("*.py")
@@ -83,6 +84,8 @@ def test_processes_are_started_in_the_kit_alone() -> None:
     assert others == {
         "replicas/aftermath.py": ["subprocess"],
         "ranks/group.py": ["multiprocessing.connection"],
+        "benchmark/measuring/server_load.py": ["multiprocessing"],
+        "contrib/transformers/benchmarks/rows.py": ["subprocess"],
     }
     assert len(list((PACKAGE / "processes").glob("*.py"))) <= 14
 
