@@ -622,7 +622,7 @@ def test_a_profile_is_aborted_when_its_front_end_is_gone(monkeypatch: pytest.Mon
 
 def weights_of(tiny: DynamicInferenceEngine) -> dict[str, torch.Tensor]:
     """By their names, in memory of their own."""
-    model = tiny.controller.weights_owner
+    model = tiny.model.weights_owner
     return {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
 
 
