@@ -50,7 +50,9 @@ def _plain(value: Any) -> Any:
     """Fields of dataclasses by name, and dtypes as their names."""
     if dataclasses.is_dataclass(value):
         return {
-            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+            field.name: _plain(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if field.init
         }
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
