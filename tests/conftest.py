@@ -39,9 +39,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--state-machine-examples",
         type=int,
-        default=150 if os.environ.get("CI") else 250,
+        default=88 if os.environ.get("CI") else 250,
         help="examples of the engine's state machine, each of up to 110 rule steps (250; in CI, "
-        "where they are the same each time, 150)",
+        "where they are the same each time, 88)",
     )
     parser.addoption(
         "--part",
