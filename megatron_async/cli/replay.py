@@ -41,15 +41,21 @@ def add_command(commands: Any) -> None:
     parser.add_argument("file", metavar="FILE", help="what --record wrote")
     said = "steps in flight; 0 is serial (default: the recorded one)"
     parser.add_argument("--depth", type=integer(0), metavar="N", help=said)
+    said = "read draft models, tokenizers and weights from the paths that FILE names; those of a "
+    said += "file from somebody else may be any of yours"
+    parser.add_argument("--trust-paths", action="store_true", help=said)
     add_model_options(parser, default=None)
     add_parallel_options(parser, default=None)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command. Returns 1 if the replay differs from the recorded run."""
+    from megatron_async.engine.recorded_config import check_paths
     from megatron_async.engine.recording import read_run
 
     recorded = read_run(args.file)
+    if not args.trust_paths:
+        check_paths(recorded.config, [applied.command for applied in recorded.applied])
     given = ("device", "dtype", *PARALLEL_SIZES, "pipeline_micro_batches", "rank_timeout_seconds")
     changes: dict[str, Any] = {k: v for k in given if (v := getattr(args, k)) is not None}
     if args.depth is not None:

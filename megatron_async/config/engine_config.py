@@ -226,8 +226,9 @@ class EngineConfig:
         if not isinstance(method, str) or method not in SPECULATIVE_METHODS:
             known = " or ".join(SPECULATIVE_METHODS)
             raise ConfigError(f"speculative_method={shown(method)} must be {known}")
-        if self.tokenizer_model is not None and not isinstance(self.tokenizer_model, str):
-            raise ConfigError(f"tokenizer_model={shown(self.tokenizer_model)} must be a path")
+        for name in ("tokenizer_model", "draft_model"):
+            if (path := getattr(self, name)) is not None and not isinstance(path, str):
+                raise ConfigError(f"{name}={shown(path)} must be a path")
         options = as_testing_options(self.testing)
         options.check_windows(set(draft_windows(self.num_speculative_tokens, adaptive=True)))
         object.__setattr__(self, "testing", options)

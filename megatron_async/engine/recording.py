@@ -15,14 +15,15 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
 import msgspec
 
 from megatron_async.codec import from_plain, to_plain
 from megatron_async.config.engine_config import EngineConfig
 from megatron_async.engine.commands import AddRequest, Command, from_json, to_json
-from megatron_async.errors import ConfigError
+from megatron_async.engine.recorded_config import config_of_run
+from megatron_async.errors import ConfigError, shown
 from megatron_async.request.request import DynamicInferenceRequest
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.step.plan import Plan
@@ -90,13 +91,16 @@ class RunFile:
         self._file.close()
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
 class Point(msgspec.Struct, frozen=True):
     """Where in a run the command ``number`` was applied."""
 
-    number: int
-    step: int
-    ticket: int
-    retired: int
+    number: Count
+    step: Count
+    ticket: Count
+    retired: Annotated[int, msgspec.Meta(ge=-1, le=2**63 - 1)]
 
 
 class Ending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -144,12 +148,16 @@ def read_run(path: str | Path) -> Run:
     if header.get("format") != FORMAT:
         raise ConfigError(f"{path}: not a recorded run of this version ({FORMAT})")
     try:
-        config = EngineConfig(**header["config"])
+        config = config_of_run(header["config"])
+        if not isinstance(name := header["model"], str):
+            raise ConfigError(f"model={shown(name)} must be a name")
         endings = tuple(from_plain(e["finished"], Ending) for e in entries if "finished" in e)
         applied = tuple(_applied(entries))
-    except (KeyError, TypeError, ValueError) as error:
+    except KeyError as error:
+        raise ConfigError(f"{path}: not a recorded run: {error} is missing") from None
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{path}: not a recorded run: {error}") from None
-    return Run(str(header["model"]), config, applied, endings, tuple(entries))
+    return Run(name, config, applied, endings, tuple(entries))
 
 
 def _applied(entries: list[Entry]) -> Iterator[Applied]:
@@ -177,11 +185,16 @@ def _applied(entries: list[Entry]) -> Iterator[Applied]:
 def _entries(path: str | Path, lines: list[str]) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
-            entry = json.loads(line)
-        except ValueError:
+            entry = json.loads(line, parse_constant=_refuse)
+        except (ValueError, RecursionError):
             if number == len(lines):
                 return  # the run ended in the midst of it
             raise ConfigError(f"{path}:{number}: not a line of JSON") from None
         if not isinstance(entry, dict):
             raise ConfigError(f"{path}:{number}: not a JSON object")
         yield entry
+
+
+def _refuse(constant: str) -> None:
+    """NaN and infinities are no JSON, and no recorder writes any."""
+    raise ValueError(constant)

@@ -44,6 +44,7 @@ def replay(run: Run, engine: DynamicInferenceEngine) -> Replay:
     Raises:
         ConfigError: the run got weights that are not in a file, or turns top-k or top-p on in a
             way that several GPUs cannot repeat.
+        RequestError: a request of the run is none that this engine could have got.
     """
     engine.requests.check_replay(applied.command for applied in run.applied)
     exact = _pace(engine.config) == _pace(run.config)
@@ -53,7 +54,10 @@ def replay(run: Run, engine: DynamicInferenceEngine) -> Replay:
         if not (exact or applied.has_effect):
             continue
         while not _is_reached(engine, applied, exact=exact):
-            engine.step_modern()
+            if engine.loop.is_idle():  # so are all steps until the command
+                engine.loop.steps_run = applied.step
+            else:
+                engine.step_modern()
         if isinstance(applied.command, AddRequest) and not exact:
             _free_id(engine, applied.command.request_id)
         if isinstance(applied.command, Reset | UpdateWeights) and not exact:

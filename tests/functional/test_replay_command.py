@@ -78,3 +78,35 @@ def test_a_record_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: Cap
     path = str(tmp_path / "missing" / "run.jsonl")
     assert main(["generate", "--prompt", "x", "--device", "cpu", "--record", path]) == 2
     assert "record=" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "old", "new"),
+    (
+        (0, '"record": null', '"record": "mine.txt"'),
+        (0, '"model": "tiny"', '"model": 7'),
+        (0, '"model": "tiny", ', ""),
+        (0, '"max_requests": 2', '"max_requests": ' + "9" * 5000),
+        (0, '"tokenizer_model": null', '"tokenizer_model": "/etc/hostname"'),
+        (1, '"tokens": [', '"tokens": [-1, '),
+        (1, '"step": 0', '"step": 18446744073709551616'),
+        (1, '"key": 0', '"key": {}'),
+        (1, '"command": "AddRequest"', '"command": ["AddRequest"]'),
+    ),
+)
+def test_a_hostile_run_is_one_line_and_opens_nothing(
+    line: int, old: str, new: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path, mine = tmp_path / "run.jsonl", tmp_path / "mine.txt"
+    record(path)
+    mine.write_text("precious")
+    lines = path.read_text().splitlines()
+    assert old in lines[line]
+    lines[line] = lines[line].replace(old, new, 1)
+    path.write_text("\n".join(lines) + "\n")
+    capsys.readouterr()
+    assert main(["replay", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "Traceback" not in error
+    assert mine.read_text() == "precious"

@@ -10,9 +10,10 @@ import torch
 
 from megatron_async.engine.commands import AddRequest, Command, UpdateSamplingParams
 from megatron_async.engine.requests.guidance import Grammars
+from megatron_async.engine.requests.recorded_requests import check_recorded
 from megatron_async.engine.requests.request_extras import PromptTokenizer, RequestExtras
-from megatron_async.errors import RequestError, RequestTooLongError
-from megatron_async.request.parameter_checks import as_integer, check_vocabulary
+from megatron_async.errors import RequestError, RequestTooLongError, shown
+from megatron_async.request.parameter_checks import as_integer, check_vocabulary, seed
 from megatron_async.request.parameter_ranges import INTEGERS
 from megatron_async.sampling_params import CheckedParams, SamplingParams
 from megatron_async.scheduler.limits import Limits
@@ -166,19 +167,61 @@ class RequestValidator:
         Raises:
             RequestError: a parameter cannot be changed, or has a wrong value.
         """
+        checked = self.changed(params, changes)
+        self._extras.check_change(params, checked)
+        return UpdateSamplingParams(key, {name: getattr(checked, name) for name in changes})
+
+    def changed(self, params: SamplingParams, changes: dict[str, Any]) -> SamplingParams:
+        """The parameters of a running request after ``changes``; raises :class:`RequestError`."""
         for name in changes:
             if name not in CHANGEABLE:
                 raise RequestError(
-                    f"{name} of a running request cannot be changed; {', '.join(CHANGEABLE)} can"
+                    f"{shown(name)} of a running request cannot be changed; "
+                    f"{', '.join(CHANGEABLE)} can"
                 )
         checked = dataclasses.replace(params, **changes).checked()
         if checked.num_speculative_tokens is not None:
             self._check_drafts(checked.num_speculative_tokens)
-        self._extras.check_change(params, checked)
-        return UpdateSamplingParams(key, {name: getattr(checked, name) for name in changes})
+        return checked
+
+    def recorded(self, command: AddRequest) -> SamplingParams:
+        """The parameters of a recorded request; raises :class:`RequestError` unless :meth:`add`
+        could have made its command."""
+        params = command.params.params().checked()
+        if self._tokenizer.tokenizer is None:
+            _check_texts(params)
+        if params.num_speculative_tokens is not None:
+            self._check_drafts(params.num_speculative_tokens)
+        self.tokens(list(command.tokens), params)
+        total = len(command.tokens) + command.max_new
+        if command.max_new < 1 or total > self._max_sequence_length:
+            raise RequestError(
+                f"max_new={shown(command.max_new)} after a prompt of {len(command.tokens)} tokens "
+                f"must be at least 1 and at most {self._max_sequence_length} in all"
+            )
+        self._check_fits(total)
+        foreign = [token for token in command.stop_ids if token not in self.eos_token_ids]
+        check_vocabulary("stop_ids", foreign, self._vocab_size)
+        if abs(command.priority) > (INTEGERS["priority"].high or 0):
+            raise RequestError(f"priority={shown(command.priority)} is too large")
+        extras = NO_EXTRAS
+        if params.needs_extras:
+            extras = self._extras.of(params, command.stop_ids, len(command.tokens))
+        derived = {
+            "values": request_values(params, _seed_in(command.values)) == command.values,
+            "extras": extras == (NO_EXTRAS if command.extras is None else command.extras),
+            "prompt_log_probs": params.wants_prompt_log_probs == command.prompt_log_probs,
+        }
+        for name, agrees in derived.items():
+            if not agrees:
+                raise RequestError(f"{name} and params contradict each other")
+        return params
 
     def check_replay(self, commands: Iterable[Command]) -> None:
-        """Raises ConfigError where a recorded run turns on what :meth:`update` refuses."""
+        """Raises :class:`RequestError` where a recorded run has a command that nobody could have
+        given this engine, and ConfigError where it turns on what :meth:`update` refuses."""
+        commands = list(commands)
+        check_recorded(commands, self)
         self._extras.check_replay(commands)
 
     def values(self, request_id: int, params: SamplingParams) -> Values:
@@ -293,6 +336,14 @@ class RequestValidator:
                 f"the cache has {self._limits.block_count}; raise buffer_size_gb or block_count, "
                 "or generate fewer tokens"
             )
+
+
+def _seed_in(values: Values) -> int:
+    """The seed among recorded values."""
+    number = seed("seed", values[-1] if values else None)
+    if number is None:
+        raise RequestError("values must end with a seed")
+    return number
 
 
 def _check_texts(params: SamplingParams) -> None:
