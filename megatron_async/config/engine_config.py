@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -229,6 +230,8 @@ class EngineConfig:
         for name in ("tokenizer_model", "draft_model"):
             if (path := getattr(self, name)) is not None and not isinstance(path, str):
                 raise ConfigError(f"{name}={shown(path)} must be a path")
+        if self.record is not None and not isinstance(self.record, str | os.PathLike):
+            raise ConfigError(f"record={shown(self.record)} must be the path of a file")
         options = as_testing_options(self.testing)
         options.check_windows(set(draft_windows(self.num_speculative_tokens, adaptive=True)))
         object.__setattr__(self, "testing", options)

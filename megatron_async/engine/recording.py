@@ -9,8 +9,10 @@ requests get the same tokens all the same.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import logging
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +29,8 @@ from megatron_async.errors import ConfigError, shown
 from megatron_async.request.request import DynamicInferenceRequest
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.step.plan import Plan
+
+logger = logging.getLogger(__name__)
 
 FORMAT = "megatron-async run 1"
 
@@ -63,13 +67,15 @@ class Recorder:
 
 
 class RunFile:
-    """A file to record a run in.
+    """A file to record a run in. When it cannot be written any more, recording stops with one
+    warning, and the run goes on.
 
     Raises:
         ConfigError: the file cannot be written.
     """
 
     def __init__(self, path: str | Path) -> None:
+        self._path = str(path)
         try:
             self._file: IO[str] = open(path, "w", encoding="utf-8")  # noqa: SIM115
         except OSError as error:
@@ -82,13 +88,20 @@ class RunFile:
 
     def write(self, entry: Entry) -> None:
         """One more entry; it is in the file if the process dies after this."""
-        if not self._file.closed:
+        if self._file.closed:
+            return
+        try:
             self._file.write(json.dumps(entry) + "\n")
             self._file.flush()
+        except OSError as error:
+            said = "record=%r cannot be written any more: %s; the run goes on, and is not recorded"
+            logger.warning(said, self._path, error.strerror)
+            self.close()
 
     def close(self) -> None:
         """No more entries."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # of what could not be written
+            self._file.close()
 
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]

@@ -110,3 +110,18 @@ def test_a_hostile_run_is_one_line_and_opens_nothing(
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "Traceback" not in error
     assert mine.read_text() == "precious"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_ends_the_recording_alone(
+    capsys: Capture, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ["--prompt", "def f(n):", "--max-new-tokens", "5", "--device", "cpu"]
+    assert main(["generate", *options]) == 0
+    text = capsys.readouterr().out
+    assert main(["generate", *options, "--record", "/dev/full"]) == 0
+    assert capsys.readouterr().out == text
+    assert [r.message for r in caplog.records if "/dev/full" in r.message] == [
+        "record='/dev/full' cannot be written any more: No space left on device; the run goes on, "
+        "and is not recorded"
+    ]

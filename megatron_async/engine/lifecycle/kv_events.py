@@ -9,6 +9,7 @@ from there on, as they were (#45177), and at the end with the number -1 and no b
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -21,6 +22,8 @@ from megatron_async.cache.prefix_cache import ROOT, PrefixCache
 from megatron_async.codec import encode
 from megatron_async.config.kv_events import NAME, KVEventsConfig
 from megatron_async.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 BATCH_SECONDS = 0.01
 """Between two looks for events: what has happened meanwhile is one batch."""
@@ -71,6 +74,7 @@ class KVEventPublisher:
         self._rank = config.data_parallel_rank
         self._topic = config.topic.encode()
         self._sequence = 0
+        self._warned = False
         self._past: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
         self._error = zmq.ZMQError
         self._context = zmq.Context()
@@ -114,7 +118,12 @@ class KVEventPublisher:
         number = self._sequence.to_bytes(8, "big")
         shown = shown_events(events, self._block_size, self._medium)
         batch = encode([time.time(), shown, self._rank])
-        self._publisher.send_multipart((self._topic, number, batch))
+        try:
+            self._publisher.send_multipart((self._topic, number, batch))
+        except self._error as error:  # the batch is lost, as its number tells subscribers
+            if not self._warned:
+                logger.warning("%s: events cannot be sent: %s", NAME, error.strerror)
+            self._warned = True
         self._past.append((number, batch))
         self._sequence += 1
 

@@ -344,3 +344,27 @@ def test_what_cannot_be_published_is_an_error(tmp_path: Path) -> None:
         engine_of(given, enable_prefix_caching=False)
     with pytest.raises(ConfigError, match="cannot be used"):
         engine_of({**given, "endpoint": f"ipc://{tmp_path}/no/such/folder"})
+
+
+def test_events_that_cannot_be_sent_are_lost_with_one_warning(
+    context: zmq.Context[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = EventLog(ROOT)
+    config = KVEventsConfig(enable_kv_cache_events=True, endpoint=f"ipc://{tmp_path / 'lost'}")
+    publisher = KVEventPublisher(config, log, 4, "CPU")
+    publisher._closing.set()
+    publisher._thread.join()
+    publisher._publisher.close()
+    before = publisher._sequence
+    for _ in range(3):
+        log.cleared()
+        publisher._send()
+    assert publisher._sequence == before + 3 and not log.take()
+    assert (
+        [r.message for r in caplog.records].count(
+            "kv_events_config: events cannot be sent: Socket operation on non-socket"
+        )
+        == len(caplog.records)
+        == 1
+    )
+    publisher.close()

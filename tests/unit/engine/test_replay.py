@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import json
+import os
 import random
 import re
 from collections.abc import Callable
@@ -15,7 +17,7 @@ from typing import Any
 import pytest
 
 from megatron_async.config.engine_config import EngineConfig
-from megatron_async.engine import commands, recorded_config
+from megatron_async.engine import commands, recorded_config, recording
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.recording import Recorder, RunFile, read_run
 from megatron_async.engine.replay import replay
@@ -561,7 +563,7 @@ def test_a_line_that_is_no_object_is_refused(line: str, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     lines = recorded_lines(path)
     path.write_text("\n".join([*lines[:2], line, *lines[2:]]))
-    with pytest.raises(ConfigError, match="run.jsonl:3: not a"):
+    with pytest.raises(ConfigError, match=r"run.jsonl:3: not a"):
         read_run(path)
 
 
@@ -584,7 +586,7 @@ def test_a_request_that_nobody_could_have_asked_is_refused_before_a_step(
     other = changed(json.loads(lines[at]), (name,), value)
     path.write_text("\n".join([*lines[:at], other, *lines[at + 1 :]]))
     with hash_engine(1, tokenizer=hash_tokenizer(), **MORE_SIZES) as engine:
-        with pytest.raises(RequestError, match="command . of the run, AddRequest, cannot be"):
+        with pytest.raises(RequestError, match=r"command . of the run, AddRequest"):
             replay(read_run(path), engine)
         assert engine.counters.steps_launched == 0
 
@@ -637,3 +639,46 @@ def test_paths_of_a_run_are_read_when_the_user_says_so_alone(
     own = EngineConfig(draft_model="tiny", num_speculative_tokens=1)
     memory = commands.UpdateWeights(None, recompute_kv_cache=True)
     recorded_config.check_paths(own, [commands.Resume(), memory])
+
+
+# --- files that cannot be written any more ----------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ("full disk", "closed pipe", "disk that fills up"))
+def test_a_recording_that_fails_ends_with_one_warning_and_requests_go_on(
+    what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run"
+    reader = -1
+    if what == "closed pipe":
+        os.mkfifo(path)
+        reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    elif what == "full disk":
+        path = Path("/dev/full")
+    asked = [sampling_params(random_ask(random.Random(number))) for number in range(4)]
+    prompts = [[1, 2], [3], [4], [5, 6]]
+    with hash_engine(1, **SIZES) as engine:
+        expected = [r.generated_tokens for r in engine.generate(prompts, asked)]
+    with hash_engine(1, record=str(path), **SIZES) as engine:
+        if reader >= 0:
+            os.close(reader)
+        if what == "disk that fills up":
+            engine.generate([[9]], asked[0])
+            monkeypatch.setattr(recording.json, "dumps", fail_with_no_space)
+        assert [r.generated_tokens for r in engine.generate(prompts, asked)] == expected
+        engine.reset()
+    (warning,) = [r for r in caplog.records if "cannot be written any more" in r.message]
+    assert warning.levelname == "WARNING" and str(path) in warning.message
+    if what == "disk that fills up":
+        monkeypatch.undo()
+        assert len(read_run(path).endings) == 1
+
+
+def fail_with_no_space(*_: Any) -> str:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("record", (True, 1, b"run", ["run"], 2.5))
+def test_a_record_is_a_path(record: Any) -> None:
+    with pytest.raises(ConfigError, match="record="):
+        EngineConfig(record=record)
