@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_async.build.model import check_same_vocabulary, loading_fields
+from megatron_async.build.model import check_same_vocabulary, config_of, loading_fields
 from megatron_async.build.ranks import start_ranks
 from megatron_async.checkpoint import load_pretrained
 from megatron_async.cli.options.options import PARALLEL_SIZES
@@ -100,7 +101,11 @@ def load_benchmark_model(
     names = (*PARALLEL_SIZES, "rank_timeout_seconds")
     ranks: dict[str, Any] = {k: v for k in names if (v := getattr(args, k, None)) is not None}
     engine_config = EngineConfig(device=args.device, dtype=args.dtype, **ranks)
-    group = start_ranks(engine_config)
+
+    def describe() -> Iterable[ModelConfig]:
+        yield config_of(args.model or "tiny") if args.shape is None else SHAPES[args.shape]
+
+    group = start_ranks(engine_config, describe)
     if group is not None:
         device = device_of_rank(device.type)
     if args.shape is not None:

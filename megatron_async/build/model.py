@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from megatron_async.build.ranks import start_ranks
-from megatron_async.checkpoint import Pretrained, load_pretrained
-from megatron_async.checkpoint.path import model_directory
+from megatron_async.checkpoint import Pretrained, describe_pretrained, load_pretrained
+from megatron_async.checkpoint.path import model_directory, random_shape
 from megatron_async.config.engine_config import EngineConfig, check_config
 from megatron_async.device import resolve_device
 from megatron_async.errors import CheckpointError, ConfigError
@@ -32,7 +32,8 @@ def load_model(path: str | Path, config: EngineConfig) -> ServedModel:
     check_config(config)
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(f"path={path!r} must be 'tiny' or the path of a model directory")
-    group = start_ranks(config)
+    given = (path,) if config.draft_model is None else (path, config.draft_model)
+    group = start_ranks(config, lambda: map(config_of, given))
     device = resolve_device(config.device)
     if group is None:
         return load_share(path, config, device)
@@ -48,6 +49,11 @@ def load_model(path: str | Path, config: EngineConfig) -> ServedModel:
         raise
     group.model_path = str(path)
     return dataclasses.replace(model, group=group)
+
+
+def config_of(path: str | Path) -> ModelConfig:
+    """The architecture that a path names; no weights are read. Raises CheckpointError."""
+    return random_shape(path) or describe_pretrained(path).config
 
 
 def load_share(path: str | Path, config: EngineConfig, device: torch.device) -> ServedModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ from megatron_async.build.spec import EngineSpec
 from megatron_async.config.engine_config import EngineConfig
 from megatron_async.device import resolve_device
 from megatron_async.device.protocol import Device
+from megatron_async.models.description.config import ModelConfig
+from megatron_async.models.parallel_sizes import check_divides
 from megatron_async.models.served import ServedModel
 from megatron_async.ranks.layout import Layout, check_supported
 from megatron_async.runner.memory.forward_batch import ForwardBatch
@@ -21,19 +24,29 @@ if TYPE_CHECKING:
     from megatron_async.ranks.group import RankGroup
 
 
-def start_ranks(config: EngineConfig) -> RankGroup | None:
+def start_ranks(
+    config: EngineConfig, describe: Callable[[], Iterable[ModelConfig]]
+) -> RankGroup | None:
     """The group that a configuration asks for, of which this process is rank 0; None for one rank.
 
+    Args:
+        describe: the models that the ranks share, which are asked before any process is started.
+
     Raises:
-        ConfigError: the configuration does not suit a group, or the machine.
+        ConfigError: the configuration does not suit a group, the models, or the machine.
     """
     layout = Layout.of(config)
     check_supported(layout, config)
     if layout.world_size == 1:
         return None
     # Modules of ranks are imported where a configuration has several alone.
-    from megatron_async.ranks.start import start_group
+    from megatron_async.ranks.start import launched_rank, start_group
 
+    if launched_rank() is None:  # else the others wait for what rank 0 tells them
+        for model in describe():
+            check_divides(
+                model, tensor=layout.tensor, expert=layout.expert, pipeline=layout.pipeline
+            )
     device = resolve_device(config.device).type
     return start_group(layout, device, config.rank_timeout_seconds)
 

@@ -19,6 +19,7 @@ from megatron_async.models.description.memory_traffic import weight_bytes
 from megatron_async.models.gpt import GPTModel
 from megatron_async.models.layers.attention import PagedAttention
 from megatron_async.models.layers.rope import RotaryTable
+from megatron_async.models.parallel_sizes import check_divides
 from megatron_async.models.spec import gpt_block_spec, link_norms, mtp_block_spec
 
 from megatron.core import parallel_state  # isort: skip
@@ -47,24 +48,13 @@ def transformer_config(
             the model has a part that works with none above 1.
     """
     tensor = parallel_state.get_tensor_model_parallel_world_size()
-    if tensor > 1 and config.hybrid_override_pattern is not None:
-        raise ConfigError(
-            "a model with a hybrid_override_pattern is not divided over tensor-parallel ranks: "
-            "load it without tensor parallelism"
-        )
-    _check_expert_ranks(config, tensor)
-    stages = _check_stages(config)
-    for name in ("num_attention_heads", "num_kv_heads", "ffn_hidden_size", "vocab_size"):
-        if getattr(config, name) % tensor:
-            raise ConfigError(
-                f"{name}={getattr(config, name)} does not divide by the tensor parallel size "
-                f"{tensor}: use a smaller one"
-            )
-    if tensor > 1 and config.qk_norm and config.qk_norm_kind in ("projection", "each_head"):
-        raise ConfigError(
-            f"qk_norm_kind={config.qk_norm_kind!r} needs all heads on each rank: load the model "
-            "without tensor parallelism"
-        )
+    stages: int = parallel_state.get_pipeline_model_parallel_world_size()
+    check_divides(
+        config,
+        tensor=tensor,
+        expert=parallel_state.get_expert_model_parallel_world_size(),
+        pipeline=stages,
+    )
     on_cpu = torch.device(device).type == "cpu"
     latent = config.latent_attention
     kind = TransformerConfig if latent is None else MLATransformerConfig
@@ -108,39 +98,6 @@ def transformer_config(
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
     )
-
-
-def _check_expert_ranks(config: ModelConfig, tensor: int) -> None:
-    """Raises :class:`ConfigError` unless each rank can have a share of the experts."""
-    ranks = parallel_state.get_expert_model_parallel_world_size()
-    name = f"expert_model_parallel_size={ranks}"
-    if config.num_moe_experts is None:
-        if ranks > 1:
-            raise ConfigError(f"{name}, but the model has no experts; leave it out")
-        return
-    if config.num_moe_experts % ranks:
-        raise ConfigError(
-            f"num_moe_experts={config.num_moe_experts} does not divide by {name}: use a smaller one"
-        )
-    if tensor > 1 and ranks % tensor:
-        raise ConfigError(
-            f"experts are not split by tensor parallelism: with tensor_model_parallel_size={tensor}"
-            f" set expert_model_parallel_size to {tensor} too"
-        )
-
-
-def _check_stages(config: ModelConfig) -> int:
-    """The number of pipeline stages; raises :class:`ConfigError` if the model does not divide."""
-    stages: int = parallel_state.get_pipeline_model_parallel_world_size()
-    if stages == 1:
-        return stages
-    name = f"pipeline_model_parallel_size={stages}"
-    if config.num_layers < stages:
-        raise ConfigError(f"num_layers={config.num_layers} are too few for {name}: use a smaller")
-    for field in ("hybrid_override_pattern", "latent_attention"):
-        if getattr(config, field) is not None:
-            raise ConfigError(f"a model with {field} has no stages: leave {name} out")
-    return stages
 
 
 def _layers_of_first_stage(layers: int, stages: int) -> int | None:

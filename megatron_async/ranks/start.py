@@ -25,6 +25,9 @@ from megatron_async.ranks.rendezvous.shared import Shared, make_folder, remove_f
 
 FOLLOWER_MODULE = "megatron_async.build.rank_process"
 
+MAX_CPU_RANKS = 16
+"""Processes of a group on a CPU that has fewer cores. Each takes 140 MB before it has a model."""
+
 
 def launched_rank() -> int | None:
     """This process's rank if a launcher such as torchrun has started several; None if not."""
@@ -77,6 +80,12 @@ def start_group(layout: Layout, device: str, timeout_seconds: float) -> RankGrou
         raise ConfigError(
             f"{layout} needs {layout.world_size} GPUs and there are {torch.cuda.device_count()}; "
             "use smaller parallel sizes, or device='cpu'"
+        )
+    most = max(MAX_CPU_RANKS, os.cpu_count() or 1)
+    if device == "cpu" and layout.world_size > most:
+        raise ConfigError(
+            f"{layout} needs {layout.world_size} processes, and on the CPU of this machine the "
+            f"most is {most}; use smaller parallel sizes"
         )
     if dist.is_initialized():
         raise ConfigError(

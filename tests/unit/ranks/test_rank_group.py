@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_async.build.model import load_model
 from megatron_async.config.engine_config import EngineConfig
 from megatron_async.errors import ConfigError, RankDiedError
 from megatron_async.models import parallel
@@ -246,3 +247,47 @@ def test_an_environment_left_over_is_refused_before_anybody_is_waited_for(
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=says):
         meeting.environment_store(Layout(2))
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "message"),
+    (
+        ("tiny", {"tensor": 64}, r"num_attention_heads=\d+ does not divide by .* 64"),
+        ("tiny", {"tensor": 3}, r"num_attention_heads=\d+ does not divide by .* 3"),
+        ("tiny", {"pipeline": 900}, r"num_layers=.* too few for pipeline_model_parallel_size=900"),
+        ("tiny", {"expert": 300}, "expert_model_parallel_size=300, but the model has no experts"),
+        ("tiny-moe", {"expert": 300}, r"num_moe_experts=.*expert_model_parallel_size=300"),
+        ("random:tiny-nemotron-h", {"tensor": 2}, "hybrid_override_pattern"),
+    ),
+)
+def test_sizes_that_do_not_suit_the_model_start_no_process(
+    model: str, sizes: dict[str, int], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "_spawn", starts_nothing)
+    names = {f"{name}_model_parallel_size": size for name, size in sizes.items()}
+    with pytest.raises(ConfigError, match=message):
+        load_model(model, EngineConfig(device="cpu", **names))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layout", (Layout(64), Layout(1, 5, 100), Layout(1, 1, 1024)))
+def test_more_ranks_than_the_machine_has_room_for_are_not_started(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "_spawn", starts_nothing)
+    monkeypatch.setattr(start.os, "cpu_count", lambda: 24)
+    with pytest.raises(ConfigError, match=f"{layout.world_size} processes, .* the most is 24"):
+        start_group(layout, "cpu", 8.0)
+    with pytest.raises(ConfigError, match=f"{layout.world_size} GPUs and there are"):
+        start_group(layout, "cuda", 8.0)
+
+
+def starts_nothing(*arguments: object) -> None:
+    raise AssertionError("a process was started")
+
+
+def test_as_many_ranks_as_cores_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "_spawn", starts_nothing)
+    monkeypatch.setattr(start.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(start.os, "cpu_count", lambda: 24)
+    with pytest.raises(AssertionError, match="a process was started"):
+        start_group(Layout(24), "cpu", 8.0)

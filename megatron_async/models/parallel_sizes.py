@@ -1,0 +1,60 @@
+"""Whether a model divides over ranks: what is asked before any is started."""
+
+from __future__ import annotations
+
+from megatron_async.errors import ConfigError
+from megatron_async.models.description.config import ModelConfig
+
+
+def check_divides(config: ModelConfig, *, tensor: int, expert: int, pipeline: int) -> None:
+    """Raises :class:`ConfigError` unless each rank can have a share of the model."""
+    if tensor > 1:
+        _check_tensor(config, tensor)
+    if pipeline > 1:
+        _check_stages(config, pipeline)
+    _check_experts(config, expert, tensor)
+
+
+def _check_tensor(config: ModelConfig, ranks: int) -> None:
+    if config.hybrid_override_pattern is not None:
+        raise ConfigError(
+            "a model with a hybrid_override_pattern is not divided over tensor-parallel ranks: "
+            "load it without tensor parallelism"
+        )
+    for name in ("num_attention_heads", "num_kv_heads", "ffn_hidden_size", "vocab_size"):
+        if getattr(config, name) % ranks:
+            raise ConfigError(
+                f"{name}={getattr(config, name)} does not divide by the tensor parallel size "
+                f"{ranks}: use a smaller one"
+            )
+    if config.qk_norm and config.qk_norm_kind in ("projection", "each_head"):
+        raise ConfigError(
+            f"qk_norm_kind={config.qk_norm_kind!r} needs all heads on each rank: load the model "
+            "without tensor parallelism"
+        )
+
+
+def _check_experts(config: ModelConfig, ranks: int, tensor: int) -> None:
+    name = f"expert_model_parallel_size={ranks}"
+    if config.num_moe_experts is None:
+        if ranks > 1:
+            raise ConfigError(f"{name}, but the model has no experts; leave it out")
+        return
+    if config.num_moe_experts % ranks:
+        raise ConfigError(
+            f"num_moe_experts={config.num_moe_experts} does not divide by {name}: use a smaller one"
+        )
+    if tensor > 1 and ranks % tensor:
+        raise ConfigError(
+            f"experts are not split by tensor parallelism: with tensor_model_parallel_size={tensor}"
+            f" set expert_model_parallel_size to {tensor} too"
+        )
+
+
+def _check_stages(config: ModelConfig, stages: int) -> None:
+    name = f"pipeline_model_parallel_size={stages}"
+    if config.num_layers < stages:
+        raise ConfigError(f"num_layers={config.num_layers} are too few for {name}: use a smaller")
+    for field in ("hybrid_override_pattern", "latent_attention"):
+        if getattr(config, field) is not None:
+            raise ConfigError(f"a model with {field} has no stages: leave {name} out")
