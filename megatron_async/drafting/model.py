@@ -92,17 +92,19 @@ class ModelDrafter:
             & (slots != batch.null_slot)[:, None]
             & (positions + 1 < state.max_total[slots][:, None])
         ).flatten()
+        # Those of tokens behind a request's end may have no embedding.
+        positions_read = torch.where(valid, positions.flatten(), 0)
         at = torch.arange(rows, device=slots.device) * width
         if width > 1:
             at = at + end - positions[:, 0]
         batch.begin_forward(
             torch.where(valid, slots.repeat_interleave(width), batch.null_slot),
-            torch.where(valid, positions.flatten(), 0),
+            positions_read,
             decode_rows=rows * width,
             last_token_index=at,
             read_lengths=batch.device.type != "cuda",
         )
-        logits = self._network.forward(tokens.flatten(), positions.flatten(), batch)
+        logits = self._network.forward(tokens.flatten(), positions_read, batch)
         sample: Callable[..., Tensor] = sample_tokens
         parallel = self._network.parallel
         if parallel is not None:

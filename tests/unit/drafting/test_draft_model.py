@@ -17,6 +17,7 @@ from megatron_async.engine.recording import read_run
 from megatron_async.engine.replay import replay
 from megatron_async.errors import ConfigError
 from megatron_async.models.build import build_random_model
+from megatron_async.models.description.config import ModelConfig
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import config_at
 
@@ -110,3 +111,30 @@ def test_what_does_not_suit_is_refused(tmp_path: Path) -> None:
     config = config_at(1, device="cpu", num_speculative_tokens=1, draft_model=str(tmp_path))
     with pytest.raises(ConfigError, match="300 token ids"):
         DynamicInferenceEngine.from_pretrained("tiny", config)
+
+
+@pytest.mark.parametrize("depth", (0, 1, 2))
+@pytest.mark.parametrize(("prompt", "new"), ((7, 4), (2, 38), (25, 15), (39, 1), (36, 4)))
+def test_learned_positions_end_where_the_model_does(
+    depth: int, prompt: int, new: int, tmp_path: Path
+) -> None:
+    """Drafts behind the end of a request have positions that its table lacks."""
+    config = ModelConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, num_kv_heads=4, head_dim=8,
+        ffn_hidden_size=48, vocab_size=96, max_sequence_length=40, normalization="LayerNorm",
+        position_embedding="learned_absolute", activation="gelu_tanh",
+    )  # fmt: skip
+    model = build_random_model(config, device=torch.device("cpu"), dtype=torch.float32, seed=4)
+    save_native(tmp_path, model, config)
+    params = SamplingParams(num_tokens_to_generate=new, temperature=0, termination_id=-1)
+    prompts = [[(7 * n + m) % 96 for n in range(prompt)] for m in range(3)]
+    found = []
+    for drafts in (0, 4):
+        values = {
+            "num_speculative_tokens": drafts,
+            "draft_model": str(tmp_path) if drafts else None,
+        }
+        options = config_at(depth, device="cpu", max_requests=2, debug=True, **values)
+        with DynamicInferenceEngine.from_pretrained(tmp_path, options) as engine:
+            found.append([r.generated_tokens for r in engine.generate(prompts, params)])
+    assert found[0] == found[1] and len(found[0][0]) == new
