@@ -239,7 +239,8 @@ def attach_features(model: GPTModel, config: ModelConfig) -> None:
     query_scaling = None
     if config.query_scaling_beta is not None:
         scaling = config.rope_scaling
-        tokens = scaling and scaling.original_max_position_embeddings
+        tokens = config.query_scaling_tokens
+        tokens = tokens or (scaling and scaling.original_max_position_embeddings)
         query_scaling = config.query_scaling_beta, tokens or config.max_sequence_length
     for module in model.modules():
         if isinstance(module, PagedAttention):

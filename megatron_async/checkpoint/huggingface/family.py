@@ -122,8 +122,13 @@ class Family:
         fields = Fields(values, self.defaults, self.aliases, rope_kinds=self.rope_kinds)
         found = {**common(self, fields), **self.config(fields)}
         window = found.get("sliding_window")
-        if window is not None and window >= found["max_sequence_length"]:
-            found |= {"sliding_window": None, "sliding_layers": None}
+        longest = found["max_sequence_length"]
+        if window is not None and window >= longest:
+            # Layers with a window may rotate otherwise, whether or not it leaves anything out.
+            if found.get("sliding_rope_theta") is None:
+                found |= {"sliding_window": None, "sliding_layers": None}
+            else:
+                found["sliding_window"] = longest
         return ModelConfig(**found)
 
 

@@ -73,6 +73,22 @@ GATED = ("swiglu", "clamped_swiglu", "geglu", "geglu_tanh")
 """Activations of which the first linear layer holds a gate and an up projection."""
 
 
+def _check_rotated(config: ModelConfig) -> None:
+    """Raises CheckpointError unless a head has the pairs that are rotated."""
+    span, head_dim = config.rotary_span, config.head_dim
+    of = f" of which {span} are rotated" if config.rotary_fraction < 1 else ""
+    if not span or config.rotary_dim > head_dim:
+        raise CheckpointError(
+            f"model config: head_dim={head_dim}{of} must be even for rotary embeddings"
+        )
+    for scaling in (config.rope_scaling, config.sliding_rope_scaling):
+        if span % 2 and scaling is not None and scaling.kind != "linear":
+            raise CheckpointError(
+                f"model config: head_dim={head_dim}{of} must be even for rope scaling "
+                f"{scaling.kind}"
+            )
+
+
 def _json_object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
     return {name: list(x) if isinstance(x, tuple) else x for name, x in fields}
 
@@ -110,7 +126,9 @@ class ModelConfig:
         activation_limit: of "clamped_swiglu", ``x * sigmoid(1.702 x) * (up + 1)``: x is at most the
             limit, ``up`` from minus to plus the limit.
         query_scaling_beta: the query of position p is multiplied by 1 + beta *
-            log(1 + floor(p / original_max_position_embeddings)) (Llama 4, Ministral 3).
+            log(1 + floor(p / query_scaling_tokens)) (Llama 4, Ministral 3). Without
+            ``query_scaling_tokens`` these are the ``original_max_position_embeddings`` of
+            ``rope_scaling``, or ``max_sequence_length``.
         residual_multiplier: of what attention and MLP add to the residual stream.
         num_moe_experts: experts of a mixture-of-experts layer; None has none. Its other fields have
             megatron's names: ``moe_*``.
@@ -182,6 +200,7 @@ class ModelConfig:
     sliding_rope_theta: float | None = None
     sliding_rope_scaling: RopeScaling | None = None
     query_scaling_beta: float | None = None
+    query_scaling_tokens: int | None = None
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logit_multiplier: float = 1.0
@@ -224,11 +243,8 @@ class ModelConfig:
             raise CheckpointError(
                 f"model config: rotary_fraction={self.rotary_fraction} must be at most 1"
             )
-        if self.position_embedding == "rope" and (self.rotary_dim % 2 or not self.rotary_dim):
-            of = f" of which {self.rotary_dim} are rotated" if self.rotary_fraction < 1 else ""
-            raise CheckpointError(
-                f"model config: head_dim={self.head_dim}{of} must be even for rotary embeddings"
-            )
+        if self.position_embedding == "rope":
+            _check_rotated(self)
         for scaling in (self.rope_scaling, self.sliding_rope_scaling):
             if scaling is None:
                 continue
@@ -265,7 +281,13 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Elements of each head that are rotated: the first ones, or, with latents, the last."""
+        """Elements of each head that are rotated: the first ones, or, with latents, the last. They
+        are whole pairs, where ``rotary_fraction`` makes an odd number too."""
+        return self.rotary_span + self.rotary_span % 2
+
+    @property
+    def rotary_span(self) -> int:
+        """The number of elements by which the exponents of frequencies are divided."""
         if self.latent_attention is not None:
             return self.latent_attention.qk_pos_emb_head_dim
         return int(self.head_dim * self.rotary_fraction)

@@ -15,7 +15,8 @@ from megatron_async.models.description.config import ModelConfig, RopeScaling
 def inverse_frequencies(
     rotary_dim: int, theta: float, scaling: RopeScaling | None = None, *, long: bool = False
 ) -> Tensor:
-    """Angle per position of each rotated pair: fp32 ``[rotary_dim / 2]`` on the CPU.
+    """Angle per position of each rotated pair: fp32 ``[rotary_dim / 2]`` on the CPU, rounded up
+    where it is odd.
 
     Args:
         long: with "longrope", those of requests beyond ``original_max_position_embeddings``.
@@ -146,7 +147,7 @@ class RotaryTable(torch.nn.Module):
         theta, scaling = config.rope_theta, config.rope_scaling
         if sliding and config.sliding_rope_theta is not None:
             theta, scaling = config.sliding_rope_theta, config.sliding_rope_scaling
-        dim, length = config.rotary_dim, config.max_sequence_length
+        dim, length = config.rotary_span, config.max_sequence_length
         factor = 1.0 if scaling is None else scaling.attention_factor
         if scaling is not None and scaling.kind == "dynamic":
             return cls(functools.partial(_dynamic_angles, dim, theta, scaling), length)

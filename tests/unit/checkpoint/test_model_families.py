@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from megatron_async.checkpoint import families as package
@@ -261,3 +262,102 @@ def test_l2_norm_has_no_weights() -> None:
         *features(plain),
         "norms of each head's query and key, without weights",
     ]
+
+
+def of_transformers(config: Any, seed: int = 5) -> Any:
+    """A random model of ``config``, whose attention is not close to even."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, 0, 0.15)
+    return model.float().eval()
+
+
+def differs_by(theirs: Any, folder: Path, length: int) -> float:
+    """The largest difference of log-probabilities from transformers' over ``length`` tokens."""
+    theirs.save_pretrained(folder)
+    ours = load_pretrained(folder).model
+    ids = torch.randint(1, 100, (1, length), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        expected = theirs(ids).logits.log_softmax(-1)
+        found = ours(ids, torch.arange(length)[None], None, runtime_gather_output=True)
+    return float((found.log_softmax(-1) - expected).abs().max())
+
+
+SMALL = {
+    "vocab_size": 100, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+GEMMA3 = {**SMALL, "num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 16}
+
+
+@pytest.mark.parametrize(("window", "longest"), ((40, 80), (80, 80), (81, 80), (4096, 96)))
+def test_layers_with_a_window_rotate_by_their_own_theta_however_long_it_is(
+    window: int, longest: int, tmp_path: Path
+) -> None:
+    config = transformers.Gemma3TextConfig(
+        **GEMMA3,
+        sliding_window=window,
+        max_position_embeddings=longest,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )
+    assert differs_by(of_transformers(config), tmp_path, 70) < 1e-4
+
+
+def test_ropes_of_other_kinds_of_layers_are_refused_by_name() -> None:
+    values = transformers.Gemma3TextConfig(**GEMMA3).to_dict() | {"architectures": None}
+    values["rope_parameters"] = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+    with pytest.raises(CheckpointError, match="rope_parameters="):
+        convert_config(Path("config.json"), values)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    (
+        {"rope_type": "default", "original_max_position_embeddings": 16},
+        {"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 24},
+        {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        {"rope_type": "yarn", "factor": 4.0},
+        {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 16},
+    ),
+)  # fmt: skip
+def test_queries_grow_from_the_same_length_with_every_kind_of_rope(
+    rope: dict[str, Any], tmp_path: Path
+) -> None:
+    config = transformers.Ministral3Config(
+        **SMALL,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=128,
+        rope_parameters={**rope, "rope_theta": 1e4, "llama_4_scaling_beta": 0.4},
+    )
+    assert differs_by(of_transformers(config), tmp_path, 100) < 1e-4
+
+
+def test_a_length_that_queries_grow_from_must_be_there() -> None:
+    rope = {"rope_type": "linear", "factor": 2.0, "llama_4_scaling_beta": 0.1}
+    values = transformers.Ministral3Config(**SMALL).to_dict() | {"architectures": None}
+    with pytest.raises(CheckpointError, match="original_max_position_embeddings"):
+        convert_config(Path("config.json"), {**values, "rope_parameters": rope})
+
+
+@pytest.mark.parametrize(
+    ("heads", "fraction", "scaling"),
+    ((4, 0.25, {}), (4, 0.6, {}), (2, 0.22, {}), (4, 0.1, {}),
+     (4, 0.25, {"rope_type": "linear", "factor": 4.0})),
+)  # fmt: skip
+def test_an_odd_number_of_rotated_elements_is_rotated_in_whole_pairs(
+    heads: int, fraction: float, scaling: dict[str, Any], tmp_path: Path
+) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, **scaling}
+    config = transformers.GPTNeoXConfig(
+        **{**SMALL, "num_attention_heads": heads},
+        max_position_embeddings=64,
+        rope_parameters={**rope, "partial_rotary_factor": fraction},
+    )
+    converted = convert_config(Path("c"), {**config.to_dict(), "architectures": None})
+    assert converted.rotary_span % 2 and converted.rotary_dim == converted.rotary_span + 1
+    assert differs_by(of_transformers(config), tmp_path, 60) < 1e-4

@@ -26,6 +26,8 @@ def _ropes(fields: Fields) -> dict[str, Any]:
     values = fields.values.get("rope_parameters") or {}
     if not isinstance(values, dict):
         raise fields.unsupported("rope_parameters", "an object")
+    if not set(values) <= {"full_attention", "sliding_attention"}:
+        raise fields.unsupported("rope_parameters", "those of full_attention, sliding_attention")
     full = {**(values.get("full_attention") or {}), **(fields.values.get("rope_scaling") or {})}
     sliding = values.get("sliding_attention") or {}
     at = "rope_parameters."

@@ -19,13 +19,23 @@ ROPE = {
 
 
 def config(fields: Fields) -> dict[str, Any]:
-    rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    rope = Fields(fields.get("rope_scaling") or fields.get("rope_parameters") or {}, at="rope.")
+    # transformers counts from this length with every kind of rope scaling.
+    tokens = fields.optional("original_max_position_embeddings", int)
+    if tokens is None:
+        given = "original_max_position_embeddings" in rope.values
+        kind = rope.values.get("rope_type", rope.values.get("type"))
+        if not given and kind in ("llama3", "yarn", "longrope"):
+            tokens = fields.read("max_position_embeddings", int)
+        else:
+            tokens = rope.read("original_max_position_embeddings", int)
     return {
         "qkv_bias": False,
         "attention_output_bias": False,
         "mlp_bias": False,
         "sliding_window": fields.optional("sliding_window", int),
-        "query_scaling_beta": Fields(rope).read("llama_4_scaling_beta", float),
+        "query_scaling_beta": rope.read("llama_4_scaling_beta", float),
+        "query_scaling_tokens": tokens,
     }
 
 
