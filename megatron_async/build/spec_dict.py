@@ -47,7 +47,7 @@ def config_from_dict(values: Mapping[str, Any]) -> EngineConfig:
 
 
 def _plain(value: Any) -> Any:
-    """Fields of dataclasses by name, but for those that follow from others, and dtypes as their names."""
+    """Fields of dataclasses by name, without those that follow from others; names of dtypes."""
     if dataclasses.is_dataclass(value):
         return {
             field.name: _plain(getattr(value, field.name))
