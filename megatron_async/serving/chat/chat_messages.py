@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_async.errors import RequestError, shown
+from megatron_async.serving.chat.template_wants import Wants
 
 MAX_DEPTH = 64
 """The depth of lists and objects in each other, in messages and all else that a template gets."""
@@ -82,7 +83,8 @@ def _unicode(path: _Path, text: str) -> str:
 
 
 def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Own copies without their None values; arguments of tool calls are objects.
+    """Own copies without their None values; arguments of tool calls are JSON text, as they came if
+    they came as text.
 
     Raises:
         RequestError: names the message and field.
@@ -95,21 +97,27 @@ def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 
 
 def fitted_messages(
-    messages: list[dict[str, Any]], *, wants_parts: bool, wants_text: bool, knows_developer: bool
+    messages: list[dict[str, Any]], wants: Wants, *, knows_developer: bool
 ) -> list[dict[str, Any]]:
-    """The same messages with content in the form that a template takes.
+    """The same messages in the form that a template takes.
 
     Args:
-        wants_parts: lists of parts stay; else their texts are joined by newlines.
-        wants_text: texts stay; else each becomes a part.
+        wants: where it takes no parts, their texts are joined by newlines; where it takes no
+            texts, each becomes a part; where it tests for None, calls without a text have None.
+            Arguments become objects unless it takes text.
         knows_developer: else developers' messages are the system's.
     """
     for message in messages:
         content = message.get("content")
-        if isinstance(content, list) and not wants_parts:
+        if isinstance(content, list) and not wants.parts:
             message["content"] = "\n".join(part["text"] for part in content)
-        elif isinstance(content, str) and not wants_text:
+        elif isinstance(content, str) and not wants.text:
             message["content"] = [{"type": "text", "text": content}]
+        if wants.none and (content is None or (not content and message.get("tool_calls"))):
+            message["content"] = None
+        if not wants.arguments_text:
+            for call in message.get("tool_calls", ()):
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         if message["role"] == "developer" and not knows_developer:
             message["role"] = "system"
     return messages
@@ -151,20 +159,22 @@ def _part(name: str, part: Any) -> dict[str, Any]:
 
 
 def _check_call(name: str, call: Any) -> None:
-    """Parses the arguments in place."""
+    """Makes JSON text of the arguments in place."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(f"{name}.function must be an object with a name")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str) or arguments is None:
+    given = arguments = function.get("arguments") or "{}"
+    if isinstance(given, str):
         try:
-            arguments = json.loads(arguments or "{}")
+            arguments = json.loads(given)
         except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, dict):
-        said = shown(function["arguments"])
+        said = shown(given)
         raise RequestError(f"{name}.function.arguments={said} must be a JSON object")
-    function["arguments"] = plain(f"{name}.function.arguments", arguments)
+    arguments = plain(f"{name}.function.arguments", arguments)
+    as_text = isinstance(given, str)
+    function["arguments"] = given if as_text else json.dumps(arguments, ensure_ascii=False)
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

@@ -118,10 +118,11 @@ class ChatTemplates:
         """The prompt's text, begin token included if the template writes one.
 
         Content parts are joined by newlines unless the template wants parts. Arguments of tool
-        calls may be JSON text or objects; templates get objects.
+        calls may be JSON text or objects; templates get objects, unless they join texts of them.
 
         Args:
-            messages: in OpenAI's form; None values are left out.
+            messages: in OpenAI's form; None values are left out, but for content where the
+                template tests for None.
             tools: functions in OpenAI's form; none at all is None.
             template: name of one of several.
             add_generation_prompt: open the assistant's next message. None does, unless the final
@@ -143,8 +144,7 @@ class ChatTemplates:
             )
         made = fitted_messages(
             checked_messages(messages),
-            wants_parts=chosen.wants_parts,
-            wants_text=chosen.wants_text,
+            chosen.wants,
             knows_developer="developer" in chosen.source,
         )
         variables: dict[str, Any] = {

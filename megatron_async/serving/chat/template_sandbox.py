@@ -7,7 +7,7 @@ import functools
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -21,6 +21,7 @@ from jinja2.visitor import NodeTransformer
 
 from megatron_async.checkpoint.reading.json_file import one_line
 from megatron_async.errors import CheckpointError, RequestError
+from megatron_async.serving.chat.template_wants import wants_of
 
 MAX_SECONDS = 5.0
 MAX_CHARACTERS = 1 << 24
@@ -57,9 +58,7 @@ class SandboxedTemplate:
     mistakes and endless loops. One filter over huge values is not stopped while it runs.
 
     Attributes:
-        wants_parts: it loops over the parts of a message's content.
-        wants_text: content may also be a text; a template that loops and never tests for strings
-            takes parts alone.
+        wants: the form in which it reads messages.
 
     Raises:
         CheckpointError: it has a syntax error.
@@ -70,9 +69,7 @@ class SandboxedTemplate:
         environment = _environment()
         try:
             tree = environment.parse(source, name)
-            self.wants_parts = _loops_over_content(tree)
-            tests = {test.name for test in tree.find_all(nodes.Test)}
-            self.wants_text = not self.wants_parts or "string" in tests
+            self.wants = wants_of(tree)
             checked = _InsertChecks(environment).visit(tree)
             code = environment.compile(checked, name)
         except (jinja2.TemplateError, SyntaxError, RecursionError, MemoryError) as error:
@@ -214,47 +211,3 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
-
-
-# --- what a template wants ----------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _ContentNames:
-    """Names under which a template holds the content of a message."""
-
-    names: set[str] = field(default_factory=set)
-
-    def holds(self, node: nodes.Node | None) -> bool:
-        """An expression that is the content, a slice of it, or the content filtered."""
-        if isinstance(node, nodes.Getattr):
-            return node.attr == "content"
-        if isinstance(node, nodes.Getitem):
-            key = node.arg
-            if isinstance(key, nodes.Slice):
-                return self.holds(node.node)
-            return isinstance(key, nodes.Const) and key.value == "content"
-        if isinstance(node, nodes.Filter):
-            return self.holds(node.node)
-        if isinstance(node, nodes.CondExpr):
-            return self.holds(node.expr1) or self.holds(node.expr2)
-        return isinstance(node, nodes.Name) and node.name in self.names
-
-
-def _loops_over_content(tree: nodes.Template) -> bool:
-    """A loop's subject is a message's content, through variables and arguments of macros too."""
-    content = _ContentNames()
-    arguments = {
-        macro.name: [name.name for name in macro.args] for macro in tree.find_all(nodes.Macro)
-    }
-    known = -1
-    while known < len(content.names):
-        known = len(content.names)
-        for assign in tree.find_all(nodes.Assign):
-            if isinstance(assign.target, nodes.Name) and content.holds(assign.node):
-                content.names.add(assign.target.name)
-        for call in tree.find_all(nodes.Call):
-            if isinstance(call.node, nodes.Name) and call.node.name in arguments:
-                given = zip(arguments[call.node.name], call.args, strict=False)
-                content.names.update(name for name, value in given if content.holds(value))
-    return any(content.holds(loop.iter) for loop in tree.find_all(nodes.For))

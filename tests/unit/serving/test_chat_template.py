@@ -218,6 +218,56 @@ def test_arguments_of_calls_become_objects() -> None:
     assert function["arguments"] == '{"z": 1, "a": "<é>"}'
 
 
+CONTENTS_TESTED_FOR_NONE = {
+    "test": "{% if m.content is none %}",
+    "item": "{% if m['content'] is none %}",
+    "negated": "{% if not (m.get('content') is not none) %}",
+    "comparison": "{% if m.content == none %}",
+    "variable": "{% set c = m.content %}{% if c is none %}",
+}
+
+
+@pytest.mark.parametrize("asks", CONTENTS_TESTED_FOR_NONE.values(), ids=CONTENTS_TESTED_FOR_NONE)
+@pytest.mark.parametrize("silent", [{"content": None}, {}, {"content": ""}])
+def test_template_that_tests_for_none_sees_it(asks: str, silent: dict[str, Any]) -> None:
+    source = (
+        "{% for m in messages %}" + asks + "{% for t in m.tool_calls %}{{ '[' + t.function.name }}"
+        "{% endfor %}{% else %}{{ '<' + m.content }}{% endif %}{% endfor %}"
+    )
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    chat = [user("a"), {"role": "assistant", **silent, "tool_calls": [call, call]}, user("")]
+    assert templates(source).render_chat(chat) == "<a[f[f<"
+
+
+JOINED = {
+    "added": "{{ '<' + t.function.arguments + '>' }}",
+    "item": "{{ '<' + t['function']['arguments'] + '>' }}",
+    "concatenated": "{{ '<' ~ t.function.arguments ~ '>' }}",
+    "variable": "{% set f = t.function %}{% set a = f.arguments %}{{ '<' + a + '>' }}",
+    "macro": "{% macro show(x) %}{{ '<' + x + '>' }}{% endmacro %}{{ show(t.function.arguments) }}",
+}
+
+
+@pytest.mark.parametrize("joins", JOINED.values(), ids=JOINED)
+def test_template_that_joins_arguments_gets_them_as_text(joins: str) -> None:
+    source = "{% for t in messages[0].tool_calls %}" + joins + "{% endfor %}"
+    calls = [
+        {"function": {"name": "f", "arguments": arguments}}
+        for arguments in ('{"z":  1, "a": "é"}', {"z": [None], "a": "é"}, None)
+    ]
+    text = templates(source).render_chat([assistant(None, tool_calls=calls)])
+    assert text == '<{"z":  1, "a": "é"}><{"z": [null], "a": "é"}><{}>'
+
+
+def test_template_that_writes_arguments_as_json_itself_gets_objects() -> None:
+    source = (
+        "{% set a = messages[0].tool_calls[0].function.arguments %}"
+        "{{ 'text' + a if a is string else '<' + (a | tojson) + '>' }}"
+    )
+    call = {"function": {"name": "f", "arguments": '{"z":  1}'}}
+    assert templates(source).render_chat([assistant(None, tool_calls=[call])]) == '<{"z": 1}>'
+
+
 def test_developers_are_the_system_where_a_template_does_not_know_them() -> None:
     chat = [{"role": "developer", "content": "x"}]
     assert templates(HEADERS).render_chat(chat).startswith("<s><|system|>")
