@@ -43,11 +43,13 @@ class ToolUse:
         tools: offered to the model; none for a text and nothing else.
         required: the answer is calls and nothing else.
         structure: the structured output that an answer of calls conforms to.
+        parallel: there may be more calls than one.
     """
 
     tools: tuple[Tool, ...] = ()
     required: bool = False
     structure: dict[str, Any] | None = None
+    parallel: bool = True
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -102,22 +104,31 @@ class MessageParser:
 
     Args:
         parser: finds tool calls; None leaves all as content.
+        parallel: False keeps the first call alone.
     """
 
-    def __init__(self, parser: Any = None) -> None:
+    def __init__(self, parser: Any = None, *, parallel: bool = True) -> None:
         self._parser = parser
+        self._parallel = parallel
 
     def push(self, text: str) -> list[dict[str, Any]]:
         """Deltas that ``text`` completes."""
         if self._parser is None:
             return [{"content": text}] if text else []
-        return [_delta(part) for part in self._parser.push(text)]
+        return self._deltas(self._parser.push(text))
 
     def finish(self) -> list[dict[str, Any]]:
         """Deltas of what is left."""
         if self._parser is None:
             return []
-        return [_delta(part) for part in self._parser.finish()]
+        return self._deltas(self._parser.finish())
+
+    def _deltas(self, parts: Sequence[Any]) -> list[dict[str, Any]]:
+        return [
+            _delta(part)
+            for part in parts
+            if self._parallel or isinstance(part, str) or part.index == 0
+        ]
 
     def finish_reason(self, reason: str | None) -> str | None:
         """``tool_calls`` where a message with calls has come to its end."""
@@ -237,10 +248,11 @@ class Chat:
             tool_format_of,
         )
 
-        if tools.required:
-            return MessageParser(ToolCallParser(ToolFormat.JSON, names=tools.names))
-        format = self._tool_format or tool_format_of(self._templates.source(tools=True))
-        return MessageParser(format and ToolCallParser(format, names=tools.names))
+        format: ToolFormat | str | None = ToolFormat.JSON
+        if not tools.required:
+            format = self._tool_format or tool_format_of(self._templates.source(tools=True))
+        parser = format and ToolCallParser(format, names=tools.names)
+        return MessageParser(parser, parallel=tools.parallel)
 
     def tool_use(self, tools: Sequence[Any] | None, choice: Any, parallel: bool) -> ToolUse:
         """What ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of a request ask.
@@ -265,4 +277,6 @@ class Chat:
             raise renamed(error, {}) from None
         if chosen.mode == "none":
             return ToolUse()
-        return ToolUse(tuple(checked), required=chosen.forced, structure=structure)
+        return ToolUse(
+            tuple(checked), required=chosen.forced, structure=structure, parallel=parallel
+        )

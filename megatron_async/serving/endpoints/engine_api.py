@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from megatron_async.errors import EngineDeadError, EngineStalledError, RequestError
 from megatron_async.request.parameter_checks import check_vocabulary
-from megatron_async.serving.chat.chat import ToolUse
 from megatron_async.serving.endpoints.request_shapes import Body, Messages, Several, Token
 from megatron_async.serving.http.errors import ApiError
 from megatron_async.serving.http.frontend import Frontend
@@ -32,6 +31,9 @@ class TokenizeRequest(Body):
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: Several[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
@@ -112,8 +114,9 @@ async def tokenize(front: Frontend, body: TokenizeRequest) -> dict[str, Any]:
         field = "messages"
         text = await front.chat.prompt(
             body.messages or [],
-            ToolUse(),
+            front.chat.tool_use(body.tools, body.tool_choice, True),
             add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=bool(body.continue_final_message),
             chat_template_kwargs=body.chat_template_kwargs,
         )
     # A chat template writes the begin token itself.

@@ -116,6 +116,14 @@ def test_calls_are_items_of_their_own() -> None:
     ]
 
 
+def test_one_call_alone_where_calls_are_not_parallel() -> None:
+    body = {"tools": [WEATHER], "parallel_tool_calls": False}
+    whole, events = both([f"I ask.{CALL}{CALL} {CALL} Done."], body, sizes=[1, 3, 90])
+    kinds = [item["type"] for item in whole["output"]]
+    assert kinds.count("function_call") == 1 and whole["parallel_tool_calls"] is False
+    assert without_ids(items_of(events)) == without_ids(whole["output"])
+
+
 def test_a_call_that_breaks_off_is_incomplete() -> None:
     whole, events = both([CALL[:-20]], {"tools": [WEATHER]}, end="length")
     (call,) = whole["output"]

@@ -34,7 +34,7 @@ from tests.support.engines import hash_engine
 from tests.support.hash_tokenizer import hash_tokenizer
 from tests.support.patience import PATIENCE_SECONDS
 from tests.support.scripted_client import ScriptedClient, say, tiny_tokenizer
-from tests.support.served import Served, served
+from tests.support.served import PlainTemplates, Served, served
 
 KEYS = ("first-key", "second-key")
 TOKENIZER = hash_tokenizer()
@@ -769,6 +769,31 @@ def test_models_tokens_health_and_version(client: httpx.Client) -> None:
     assert client.get("/docs").status_code == 404
 
 
+class ToolTemplates(PlainTemplates):
+    """They show the names of tools, and whether the final message goes on."""
+
+    def render_chat(self, messages: Any, tools: Any = None, **options: Any) -> str:
+        names = [tool["function"]["name"] for tool in tools or ()]
+        end = "+" if options["continue_final_message"] else ""
+        return "".join(names) + super().render_chat(messages, **options) + end
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tools": [{"type": "function", "function": {"name": "weather"}}]},
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
+        {"continue_final_message": True, "add_generation_prompt": False},
+    ],
+)
+def test_tokens_of_a_chat_are_those_of_its_completion(more: dict[str, Any]) -> None:
+    scripted = ScriptedClient(tiny_tokenizer(), ["x"])
+    body = {"messages": [{"role": "user", "content": "Rain?"}], **more}
+    counted = say(scripted, "/tokenize", body, ToolTemplates()).json()
+    say(scripted, "/v1/chat/completions", body, ToolTemplates())
+    assert counted["tokens"] == scripted.asked[0].prompt
+
+
 def test_request_ids_are_echoed(client: httpx.Client) -> None:
     answer = client.post(
         "/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "my-own"}
@@ -1227,6 +1252,25 @@ def test_deltas_of_a_chat_add_up_to_its_message(
         assert mine["ids"] == choice["token_ids"]
         for name in ("finish_reason", "stop_reason"):
             assert mine[name] == choice[name]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_call_alone_where_calls_are_not_parallel(stream: bool) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "a"}],
+        **{"tools": [TOOL], "parallel_tool_calls": False, "stream": stream},
+    }
+    client = ScriptedClient(tiny_tokenizer(), [f"So: {CALL}\n{CALL} and {CALL}"], sizes=[40, 1])
+    answer = say(client, "/v1/chat/completions", body).text
+    if stream:
+        lines = [line[6:] for line in answer.splitlines() if line.startswith("data: {")]
+        deltas = [json.loads(line)["choices"][0]["delta"] for line in lines]
+    else:
+        deltas = [json.loads(answer)["choices"][0]["message"]]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert len([call for call in calls if "id" in call]) == 1
+    assert "".join(call["function"]["arguments"] for call in calls) == '{"a": [1, "b"]}'
+    assert {call.get("index", 0) for call in calls} == {0}
 
 
 @pytest.mark.parametrize("seed", range(4))
