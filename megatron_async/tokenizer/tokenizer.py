@@ -7,7 +7,8 @@ import functools
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -275,15 +276,30 @@ class Tokenizer:
         return self.stream_after((), skip_special_tokens)
 
     def stream_after(
-        self, prompt: Sequence[int], skip_special_tokens: bool = True
+        self,
+        prompt: Sequence[int],
+        skip_special_tokens: bool = True,
+        kept: Collection[int] = (),
     ) -> DetokenizeStream:
         """A stream of what continues ``prompt``: prompt and stream together are the text of all
         ids. A decoder drops the space in front of a text's first word, which is not the first word
-        of what continues it."""
+        of what continues it.
+
+        Args:
+            kept: special tokens that are not skipped.
+        """
+        if self._byte_level and kept and skip_special_tokens:
+            shown = {token_id: self._bytes[token_id] for token_id in kept}
+            return _ByteLevelStream(ChainMap(shown, self._visible_bytes))
         if self._byte_level:
             return _ByteLevelStream(self._visible_bytes if skip_special_tokens else self._bytes)
-        skipped = self.special_ids if skip_special_tokens else frozenset()
+        skipped = self.special_ids.difference(kept) if skip_special_tokens else frozenset()
         return _WindowStream(self._tokenizer, skipped, prompt)
+
+    def special_tokens(self, texts: Iterable[str]) -> dict[int, str]:
+        """Those of ``texts`` that are special tokens, by id."""
+        named = {self._tokenizer.token_to_id(text): text for text in texts}
+        return {token_id: text for token_id, text in named.items() if token_id in self.special_ids}
 
     def token_name(self, token_id: int) -> str | None:
         """The vocabulary's entry; None for an unknown id."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -105,10 +105,14 @@ class MessageParser:
     Args:
         parser: finds tool calls; None leaves all as content.
         parallel: False keeps the first call alone.
+        hidden: special tokens that are no content, where no call comes of them.
     """
 
-    def __init__(self, parser: Any = None, *, parallel: bool = True) -> None:
+    def __init__(
+        self, parser: Any = None, *, parallel: bool = True, hidden: Collection[str] = ()
+    ) -> None:
         self._parser = parser
+        self._hidden = hidden
         self._parallel = parallel
 
     def push(self, text: str) -> list[dict[str, Any]]:
@@ -124,11 +128,16 @@ class MessageParser:
         return self._deltas(self._parser.finish())
 
     def _deltas(self, parts: Sequence[Any]) -> list[dict[str, Any]]:
-        return [
-            _delta(part)
-            for part in parts
-            if self._parallel or isinstance(part, str) or part.index == 0
-        ]
+        shown = []
+        for part in parts:
+            if isinstance(part, str):
+                for marker in self._hidden:
+                    part = part.replace(marker, "")
+            elif not self._parallel and part.index:
+                continue
+            if part:
+                shown.append(_delta(part))
+        return shown
 
     def finish_reason(self, reason: str | None) -> str | None:
         """``tool_calls`` where a message with calls has come to its end."""
@@ -238,21 +247,38 @@ class Chat:
         except RequestError as error:
             raise renamed(error, names or {}) from None
 
-    def parser(self, tools: ToolUse) -> MessageParser:
-        """A parser of one answer."""
-        if not tools.tools:
-            return MessageParser()
-        from megatron_async.serving.chat.tool_calls import (
-            ToolCallParser,
-            ToolFormat,
-            tool_format_of,
-        )
+    def markers(self, tools: ToolUse) -> tuple[str, ...]:
+        """What marks calls in an answer, and must be in the text that its parser gets."""
+        format = self._format(tools)
+        if format is None:
+            return ()
+        from megatron_async.serving.chat.tool_calls import MARKERS, ToolFormat
 
-        format: ToolFormat | str | None = ToolFormat.JSON
-        if not tools.required:
-            format = self._tool_format or tool_format_of(self._templates.source(tools=True))
-        parser = format and ToolCallParser(format, names=tools.names)
-        return MessageParser(parser, parallel=tools.parallel)
+        return MARKERS[ToolFormat(format)]
+
+    def parser(self, tools: ToolUse, hidden: Collection[str] = ()) -> MessageParser:
+        """A parser of one answer.
+
+        Args:
+            hidden: markers of calls that are special tokens, and so never content.
+        """
+        format = self._format(tools)
+        if format is None:
+            return MessageParser()
+        from megatron_async.serving.chat.tool_calls import ToolCallParser
+
+        parser = ToolCallParser(format, names=tools.names)
+        return MessageParser(parser, parallel=tools.parallel, hidden=hidden)
+
+    def _format(self, tools: ToolUse) -> str | None:
+        """How an answer writes calls; None where it has none."""
+        if not tools.tools:
+            return None
+        from megatron_async.serving.chat.tool_calls import ToolFormat, tool_format_of
+
+        if tools.required:
+            return ToolFormat.JSON
+        return self._tool_format or tool_format_of(self._templates.source(tools=True))
 
     def tool_use(self, tools: Sequence[Any] | None, choice: Any, parallel: bool) -> ToolUse:
         """What ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of a request ask.

@@ -36,6 +36,12 @@ class ToolFormat(str, Enum):
 
 _OPENING = {ToolFormat.HERMES: "<tool_call>", ToolFormat.LLAMA3: "<|python_tag|>"}
 _CLOSING = "</tool_call>"
+MARKERS = {
+    ToolFormat.HERMES: ("<tool_call>", _CLOSING),
+    ToolFormat.LLAMA3: ("<|python_tag|>",),
+    ToolFormat.JSON: (),
+}
+"""What marks calls in a text. Tokenizers may have them as special tokens."""
 
 
 def tool_format_of(template: str) -> ToolFormat | None:

@@ -44,6 +44,7 @@ async def create_chat_completion(
         names={**body.engine_names(), "prompt": "messages"},
         priority=body.priority,
         skip_special_tokens=body.skip_special_tokens is not False,
+        markers=front.chat.markers(tools),
     )
     log_jobs(request, [job], model)
     head = {
@@ -164,7 +165,7 @@ class _ChatCompletion:
         return chunks
 
     def _parser(self) -> MessageParser:
-        return self._front.chat.parser(self._tools)
+        return self._front.chat.parser(self._tools, self._job.markers.values())
 
     def _log_probs(self, ids: list[int], log_probs: Any) -> dict[str, Any] | None:
         if self._top is None or not log_probs:

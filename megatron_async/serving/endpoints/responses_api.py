@@ -141,6 +141,7 @@ async def create_response(front: Frontend, request: Request, body: ResponsesRequ
         names=body.engine_names(),
         priority=body.priority,
         skip_special_tokens=body.skip_special_tokens is not False,
+        markers=front.chat.markers(tools),
     )
     job.is_acknowledged = bool(body.stream)
     log_jobs(request, [job], model)
@@ -187,7 +188,7 @@ class _Answer:
         self._job = job
         self._top = body.log_probs
         self._numbers = itertools.count()
-        self._items = OutputItems(request_id, front.chat.parser(tools))
+        self._items = OutputItems(request_id, front.chat.parser(tools, job.markers.values()))
         format = (body.text and body.text.format) or TextFormat(schema=None)
         self._head: dict[str, Any] = {
             "id": f"resp_{request_id}",

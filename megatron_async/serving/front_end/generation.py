@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -16,6 +16,7 @@ import msgspec
 
 from megatron_async.errors import EngineDeadError, ReplicaDiedError, RequestError
 from megatron_async.sampling_params import LIMITING, CheckedParams, SamplingParams
+from megatron_async.serving.front_end.choice_text import ChoiceText
 from megatron_async.serving.http.errors import ApiError, renamed
 from megatron_async.serving.messages import Control, EngineInfo, Generate, Output, Snapshot
 
@@ -101,37 +102,6 @@ class Piece(NamedTuple):
         return self.output.finish_reason
 
 
-class ChoiceText:
-    """The text of one choice.
-
-    Args:
-        stop_ids: tokens that end it and add no text.
-        prompt: what it continues.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stop_ids: Collection[int],
-        *,
-        skip_special_tokens: bool,
-        prompt: Sequence[int] = (),
-    ) -> None:
-        self._stream = tokenizer.stream_after(prompt, skip_special_tokens)
-        self._stop_ids = stop_ids
-
-    def push(self, output: Output) -> str:
-        """The text that an output adds. What may become another character is held back."""
-        if output.text is not None:
-            return output.text
-        ids = output.token_ids
-        if output.finish_reason == "stop" and ids and ids[-1] in self._stop_ids:
-            ids = ids[:-1]
-        push = self._stream.push
-        text = push(ids[0]) if len(ids) == 1 else "".join(map(push, ids))
-        return text if output.finish_reason is None else text + self._stream.flush()
-
-
 @dataclass(slots=True)
 class Job:
     """One prompt on its way through the engine.
@@ -140,7 +110,8 @@ class Job:
     choices, ``cached`` those of the prompt that were found in the prefix cache. ``begun`` are the
     choices that have a token. ``queue_seconds`` and ``first_token``, in seconds after the request,
     are the first choice's to have them. ``scores_prompt``: the prompt alone is asked for, and the
-    one token that the engine generates is not shown. ``is_acknowledged``: the first piece comes as
+    one token that the engine generates is not shown. ``markers`` are special tokens that mark tool
+    calls, by id, and stay in the text. ``is_acknowledged``: the first piece comes as
     soon as the engine has taken the request, and may be empty. ``deaths``: replicas that have died
     under it.
     """
@@ -154,6 +125,7 @@ class Job:
     skip_special_tokens: bool = True
     text: str | None = None
     scores_prompt: bool = False
+    markers: dict[int, str] = field(default_factory=dict)
     is_acknowledged: bool = False
     deaths: int = 0
     prompt_log_probs: LogProbs | None = None
@@ -307,6 +279,7 @@ class Generator:
         skip_special_tokens: bool = True,
         text: str | None = None,
         scores_prompt: bool = False,
+        markers: Sequence[str] = (),
     ) -> Job:
         """A prompt that fits the model, ready to run.
 
@@ -315,6 +288,7 @@ class Generator:
             names: what the API calls the engine's parameters.
             cap_length: the most tokens to generate are a default, which gives way to the model's
                 maximum sequence length.
+            markers: of tool calls, which stay in the text where they are special tokens.
 
         Raises:
             ApiError: it does not fit.
@@ -347,6 +321,7 @@ class Generator:
             skip_special_tokens,
             text,
             scores_prompt,
+            self.tokenizer.special_tokens(markers) if markers and skip_special_tokens else {},
         )
 
     async def stream(self, job: Job) -> AsyncGenerator[Piece, None]:
@@ -367,6 +342,7 @@ class Generator:
                 stop_ids,
                 skip_special_tokens=job.skip_special_tokens,
                 prompt=job.prompt,
+                markers=job.markers,
             )
             for _ in range(params.n)
         ]

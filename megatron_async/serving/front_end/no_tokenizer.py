@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron_async.errors import RequestError
@@ -41,10 +41,17 @@ class NoTokenizer:
         return _NoText()
 
     def stream_after(
-        self, prompt: Sequence[int], skip_special_tokens: bool = True
+        self,
+        prompt: Sequence[int],
+        skip_special_tokens: bool = True,
+        kept: Collection[int] = (),
     ) -> DetokenizeStream:
         """Return a stream of no text."""
         return _NoText()
+
+    def special_tokens(self, texts: Iterable[str]) -> dict[int, str]:
+        """None."""
+        return {}
 
     def token_name(self, token_id: int) -> str | None:
         """None."""

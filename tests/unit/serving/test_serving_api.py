@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
-from tokenizers import processors
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from megatron_async.errors import ConfigError
 from megatron_async.sampling_params import SamplingParams
@@ -24,7 +24,7 @@ from megatron_async.serving.endpoints.engine_api import DetokenizeRequest, Token
 from megatron_async.serving.endpoints.megatron_api import MegatronRequest
 from megatron_async.serving.endpoints.request_shapes import ChatCompletionRequest, CompletionRequest
 from megatron_async.serving.endpoints.responses_api import ResponsesRequest
-from megatron_async.serving.front_end.generation import ChoiceText
+from megatron_async.serving.front_end.choice_text import ChoiceText
 from megatron_async.serving.http.errors import ApiError, param_of
 from megatron_async.serving.http.frontend import ServerConfig
 from megatron_async.serving.http.logs import JsonFormatter
@@ -1252,6 +1252,76 @@ def test_deltas_of_a_chat_add_up_to_its_message(
         assert mine["ids"] == choice["token_ids"]
         for name in ("finish_reason", "stop_reason"):
             assert mine[name] == choice[name]
+
+
+def marking_tokenizer(kind: str) -> Tokenizer:
+    """One whose markers of calls are special tokens, with bytes or words that begin with spaces."""
+    if kind == "bytes":
+        made = tokenizers.Tokenizer.from_str(tiny_tokenizer()._tokenizer.to_str())
+    else:
+        words = {chr(code): number for number, code in enumerate(range(33, 127))}
+        made = tokenizers.Tokenizer(models.BPE({**words, "▁": len(words)}, []))
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        made.decoder = decoders.Metaspace(prepend_scheme="first")
+    made.add_special_tokens(["<tool_call>", "</tool_call>", "<|python_tag|>", "<|end|>"])
+    return Tokenizer(made)
+
+
+LLAMA_CALL = '<|python_tag|>{"name": "f", "parameters": {"a": [1, "b"]}}'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", ["bytes", "words"])
+@pytest.mark.parametrize(
+    ("template", "text", "content", "count"),
+    [
+        ("<tool_call>", f"So: {CALL}{CALL}", "So:", 2),
+        ("<tool_call>", "a <tool_call>b</tool_call><|end|>", "a b", 0),
+        ("<|python_tag|>", f"So: {LLAMA_CALL}", "So:", 1),
+        ("<|python_tag|>", "a <|python_tag|>print(1)", "a print(1)", 0),
+    ],
+)
+def test_markers_that_are_special_tokens_mark_calls_and_are_not_shown(
+    kind: str, template: str, text: str, content: str, count: int, stream: bool
+) -> None:
+    tokenizer = marking_tokenizer(kind)
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": [TOOL], "stream": stream}
+    client = ScriptedClient(tokenizer, [text], sizes=[1, 3])
+    answer = say(client, "/v1/chat/completions", body, PlainTemplates(template)).text
+    if stream:
+        lines = [line[6:] for line in answer.splitlines() if line.startswith("data: {")]
+        parts = [json.loads(line)["choices"][0]["delta"] for line in lines]
+    else:
+        parts = [json.loads(answer)["choices"][0]["message"]]
+    assert "".join(part.get("content") or "" for part in parts).strip() == content
+    calls = [call for part in parts for call in part.get("tool_calls", ())]
+    assert len([call for call in calls if "id" in call]) == count
+    arguments = "".join(call["function"]["arguments"] for call in calls)
+    assert arguments.replace(" ", "") == '{"a":[1,"b"]}' * count
+
+
+@given(cuts=st.lists(st.integers(1, 9), min_size=1, max_size=4), late=st.integers(0, 5))
+@settings(max_examples=40, deadline=None)
+def test_markers_stand_where_they_were_in_text_that_the_engine_cut(
+    cuts: list[int], late: int
+) -> None:
+    """A stop word makes the engine hold text back, and it knows no special tokens."""
+    tokenizer = marking_tokenizer("bytes")
+    whole = "é<tool_call>ab</tool_call><|end|> c<tool_call>d"
+    markers = tokenizer.special_tokens(["<tool_call>", "</tool_call>", "none"])
+    text = ChoiceText(tokenizer, (), skip_special_tokens=True, markers=markers)
+    plain, ids, said, given = "éab cd", tokenizer.tokenize(whole), "", 0
+    for turn in range(len(ids)):
+        size = cuts[turn % len(cuts)]
+        part, ids = ids[:size], ids[size:]
+        seen = max(given, len(plain) - len(tokenizer.detokenize(ids)) - late) if ids else len(plain)
+        said += text.push(
+            Output(1, 0, part, text=plain[given:seen], finish_reason=None if ids else "stop")
+        )
+        given = seen
+        if not ids:
+            break
+    assert said == "é<tool_call>ab</tool_call> c<tool_call>d"
 
 
 @pytest.mark.parametrize("stream", [False, True])
