@@ -19,7 +19,7 @@ import tokenizers
 from megatron_async.errors import RequestError
 from megatron_async.grammar import ebnf
 from megatron_async.grammar.matcher import Masks, Matcher
-from megatron_async.grammar.spec import StructuredOutputs
+from megatron_async.grammar.spec import PLACES, StructuredOutputs
 from megatron_async.tokenizer.tokenizer import Tokenizer
 
 CACHED_GRAMMARS = 64
@@ -27,6 +27,8 @@ STACK_BYTES = 512 << 20
 """Enough for references as deep as ``MAX_SPEC_CHARACTERS`` has room for."""
 MAX_MESSAGE = 500
 """Characters of the library's error messages, which quote what they are about."""
+
+MOST_PLACES = 128
 
 LARGEST_BOUND = 2**53
 _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
@@ -102,13 +104,29 @@ class GrammarCompiler:
             later = self._start(self._later, lark)
             first = None if self._first is None else self._start(self._first, lark)
         except (ValueError, RecursionError) as error:
-            raise _error(spec, str(error)) from error
+            raise self._part_at_fault(spec) or _error(spec, str(error)) from error
         compiled = CompiledGrammar(self, later, first)
         # The first mask is made here, in the caller's thread: what is too expensive ends here too.
         dead_end = compiled.matcher().error
         if dead_end is not None:
             raise _error(spec, f"it allows no text: {dead_end}")
         return compiled
+
+    def _part_at_fault(self, spec: StructuredOutputs) -> RequestError | None:
+        """The error of the first part that cannot be compiled by itself, of a schema that says
+        where its parts are."""
+        schema = json.loads(str(spec.json)) if spec.json is not None else None
+        places = schema.get(PLACES) if isinstance(schema, dict) else None
+        parts = schema.get("$defs") if isinstance(schema, dict) else None
+        if not isinstance(places, list) or not isinstance(parts, dict):
+            return None
+        for place, part in zip(places[:MOST_PLACES], parts.values(), strict=False):
+            try:
+                alone = StructuredOutputs(json=part, whitespace_pattern=spec.whitespace_pattern)
+                self._start(self._later, _OPTIONS + _lark(alone))
+            except (ValueError, RecursionError, RequestError) as error:
+                return _error(spec, str(error), str(place))
+        return None
 
     def _start(self, tokenizer: llguidance.LLTokenizer, lark: str) -> llguidance.LLMatcher:
         limits = llguidance.LLParserLimits(verbose_errors=False)
@@ -267,7 +285,7 @@ def _check_bounds(schema: Any) -> None:
                     raise ValueError(f"{name} {bound} is beyond {LARGEST_BOUND}, which is the most")
 
 
-def _error(spec: StructuredOutputs, message: str) -> RequestError:
+def _error(spec: StructuredOutputs, message: str, place: str | None = None) -> RequestError:
     # The library goes on to quote our translation, with lines and columns of it.
     message = re.split(r"\n\s*\d+ \| |<backtrace>", message)[0]
     message = re.sub(r"^(?:at )?\d+\(\d+\): ", "", message)
@@ -275,4 +293,5 @@ def _error(spec: StructuredOutputs, message: str) -> RequestError:
     message = re.sub(r"^panic: assertion failed: ", "larger than the library can take: ", message)
     if len(message) > MAX_MESSAGE:
         message = f"{message[:MAX_MESSAGE]} ..."
-    return RequestError(f"structured_outputs.{spec.kind}: {message}; {_HINTS[spec.kind]}")
+    place = place or f"structured_outputs.{spec.kind}"
+    return RequestError(f"{place}: {message}; {_HINTS[spec.kind]}")

@@ -12,6 +12,9 @@ from megatron_async.errors import RequestError
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 MAX_SPEC_CHARACTERS = 1 << 20
+PLACES = "x-places"
+"""A schema's list of what errors call its ``$defs``, which have numbers for names: where a request
+has them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -280,8 +280,18 @@ class Chat:
             return ToolFormat.JSON
         return self._tool_format or tool_format_of(self._templates.source(tools=True))
 
-    def tool_use(self, tools: Sequence[Any] | None, choice: Any, parallel: bool) -> ToolUse:
+    def tool_use(
+        self,
+        tools: Sequence[Any] | None,
+        choice: Any,
+        parallel: bool,
+        *,
+        place: str = "tools[{}].function.parameters",
+    ) -> ToolUse:
         """What ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of a request ask.
+
+        Args:
+            place: where the parameters of tool ``{}`` are.
 
         Raises:
             ApiError: names the field.
@@ -296,9 +306,11 @@ class Chat:
         )
 
         try:
-            checked, choice = allowed_tools(checked_tools(tools), choice)
+            given = checked_tools(tools)
+            places = {tool["function"]["name"]: place.format(n) for n, tool in enumerate(given)}
+            checked, choice = allowed_tools(given, choice)
             chosen = checked_tool_choice(checked, choice)
-            structure = structured_outputs_for(checked, choice, parallel=parallel)
+            structure = structured_outputs_for(checked, choice, parallel=parallel, places=places)
         except RequestError as error:
             raise renamed(error, {}) from None
         if chosen.mode == "none":

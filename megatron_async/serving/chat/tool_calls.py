@@ -15,6 +15,7 @@ from megatron_async.errors import RequestError, shown
 from megatron_async.grammar.spec import StructuredOutputs
 from megatron_async.serving.chat.call_object import CallObject
 from megatron_async.serving.chat.chat_messages import plain
+from megatron_async.serving.chat.tool_schemas import schema_of_calls
 
 MAX_TOOLS = 128
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
@@ -360,6 +361,7 @@ def structured_outputs_for(
     tool_choice: Any = None,
     *,
     parallel: bool = True,
+    places: Mapping[str, str] | None = None,
 ) -> dict[str, Any] | None:
     """The structured output that the text is if tools must be called: a JSON list of calls, for
     :attr:`ToolFormat.JSON`. None where it may be anything.
@@ -367,6 +369,8 @@ def structured_outputs_for(
     Args:
         tools, tool_choice: of the request.
         parallel: there may be more calls than one.
+        places: where the request has the parameters of each function, by its name; None for
+            those of ``tools``.
 
     Raises:
         RequestError: as :func:`checked_tools` and :func:`checked_tool_choice`.
@@ -377,29 +381,12 @@ def structured_outputs_for(
         return None
     functions = [tool["function"] for tool in checked]
     chosen = [f for f in functions if choice.name in (None, f["name"])]
-    schemas: dict[str, Any] = {}
-    calls = []
-    for n, function in enumerate(chosen):
-        # A schema's own references begin at its root, which is here in this place.
-        place = f"#/$defs/{n}"
-        schemas[str(n)] = _moved(function.get("parameters") or {"type": "object"}, place)
-        properties = {"name": {"const": function["name"]}, "arguments": {"$ref": place}}
-        calls.append(
-            {
-                "type": "object",
-                "properties": properties,
-                "required": list(properties),
-                "additionalProperties": False,
-            }
-        )
-    schema: dict[str, Any] = {
-        "type": "array",
-        "minItems": 1,
-        "items": calls[0] if len(calls) == 1 else {"anyOf": calls},
-        "$defs": schemas,
+    given = places or {
+        tool["function"]["name"]: f"tools[{n}].function.parameters"
+        for n, tool in enumerate(checked)
     }
-    if choice.name is not None or not parallel:
-        schema["maxItems"] = 1
+    several = parallel and choice.name is None
+    schema = schema_of_calls(chosen, given, several=several)
     # More blanks than that, and a model may fill its length with them.
     return StructuredOutputs(json=schema, whitespace_pattern=" ?").to_dict()
 
@@ -421,16 +408,3 @@ def _checked_tool(name: str, tool: Any) -> dict[str, Any]:
         said = shown(function["parameters"])
         raise RequestError(f"{name}.function.parameters={said} must be a JSON schema")
     return dict(tool)
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """A schema whose root has come to ``place``."""
-    if isinstance(schema, list):
-        return [_moved(each, place) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {key: _moved(value, place) for key, value in schema.items()}
-    reference = moved.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = place + reference[1:]
-    return moved

@@ -155,7 +155,8 @@ def _tool_use(front: Frontend, body: ResponsesRequest) -> ToolUse:
     parallel = body.parallel_tool_calls is not False
     try:
         plain("metadata", body.metadata or {})
-        return front.chat.tool_use(body.tools, body.tool_choice, parallel)
+        place = "tools[{}].parameters"
+        return front.chat.tool_use(body.tools, body.tool_choice, parallel, place=place)
     except RequestError as error:
         raise renamed(error, {}) from None
     except ApiError as error:

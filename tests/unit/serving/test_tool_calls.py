@@ -29,6 +29,7 @@ from megatron_async.serving.chat.tool_calls import (
     structured_outputs_for,
     tool_format_of,
 )
+from megatron_async.serving.http.errors import param_of
 from megatron_async.tokenizer.tokenizer import Tokenizer
 
 HERMES, LLAMA3, JSON = ToolFormat.HERMES, ToolFormat.LLAMA3, ToolFormat.JSON
@@ -330,6 +331,69 @@ def test_one_call_at_a_time(compiler: GrammarCompiler) -> None:
     assert structure is not None
     assert accepts(compiler, structure, f"[{NOW}]")
     assert not accepts(compiler, structure, f"[{NOW}, {NOW}]")
+
+
+X = {"type": "integer"}
+OF_X = {"$ref": "#/$defs/x"}
+REFERRING: dict[str, dict[str, Any]] = {
+    "id": {"$id": "https://a.b/s", "properties": {"x": OF_X}, "$defs": {"x": X}},
+    "absolute": {
+        **{"$id": "https://a.b/s", "properties": {"x": {"$ref": "https://a.b/s#/$defs/x"}}},
+        "$defs": {"x": X},
+    },
+    "relative": {
+        **{"$id": "https://a.b/s", "properties": {"x": {"$ref": "x"}}},
+        "$defs": {"y": {"$id": "x", **X}},
+    },
+    "anchor": {"properties": {"x": {"$ref": "#it"}}, "$defs": {"y": {"$anchor": "it", **X}}},
+    "nested": {
+        "properties": {
+            "x": {"definitions": {"y": X}, "$ref": "#/properties/x/definitions/y"},
+        }
+    },
+    "resource within": {"properties": {"x": {"$id": "urn:z", **OF_X, "$defs": {"x": X}}}},
+    "generated": {
+        **{"$schema": "http://json-schema.org/draft-07/schema#", "$ref": "#/definitions/A"},
+        "definitions": {"A": {"type": "object", "properties": {"x": X}}},
+    },
+    "const": {"properties": {"x": X, "y": {"const": {"$ref": "#/y"}}}},
+    "enum": {"properties": {"x": X, "y": {"enum": [1, {"$ref": "#", "$id": "https://a.b/s"}]}}},
+}
+
+
+@pytest.mark.parametrize("schema", REFERRING.values(), ids=REFERRING)
+def test_references_within_a_tools_schema_stay_its_own(
+    compiler: GrammarCompiler, schema: dict[str, Any]
+) -> None:
+    """Beside another tool that has the same ids for something else."""
+    other = {"$id": "https://a.b/s", "properties": {"x": OF_X}, "$defs": {"x": {"type": "null"}}}
+    for tools in (
+        [function("f", parameters=schema), function("g", parameters=other)],
+        [function("g", parameters=other), function("f", parameters=schema)],
+    ):
+        structure = structured_outputs_for(tools, "required")
+        assert structure is not None
+
+        def takes(name: str, arguments: Any, made: dict[str, Any] = structure) -> bool:
+            call = {"name": name, "arguments": arguments}
+            return accepts(compiler, made, json.dumps([call]))
+
+        assert takes("f", {"x": 3}) and not takes("f", {"x": "3"}) and not takes("f", {"x": None})
+        assert takes("g", {"x": None}) and not takes("g", {"x": 3})
+        said = schema.get("properties", {}).get("y")
+        if said is not None:
+            assert takes("f", {"x": 1, "y": said.get("const", said.get("enum", [0])[-1])})
+            assert not takes("f", {"x": 1, "y": {"$ref": "#/$defs/0"}})
+
+
+def test_errors_of_a_schema_name_its_tool(compiler: GrammarCompiler) -> None:
+    bad = {"type": "object", "properties": {"x": {"$ref": "#/$defs/none"}}}
+    structure = structured_outputs_for([*TOOLS, function("bad", parameters=bad)], "required")
+    assert structure is not None
+    with pytest.raises(RequestError, match=r"^tools\[3\]\.function\.parameters: ") as raised:
+        compiler.compile(StructuredOutputs(**structure))
+    assert "structured_outputs" not in str(raised.value)
+    assert param_of(str(raised.value)) == "tools[3].function.parameters"
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "none"])
