@@ -115,7 +115,12 @@ class GrammarCompiler:
     def _part_at_fault(self, spec: StructuredOutputs) -> RequestError | None:
         """The error of the first part that cannot be compiled by itself, of a schema that says
         where its parts are."""
-        schema = json.loads(str(spec.json)) if spec.json is not None else None
+        if spec.json is None or f'"{PLACES}"' not in str(spec.json):
+            return None
+        try:
+            schema = json.loads(str(spec.json))
+        except (ValueError, RecursionError):
+            return None
         places = schema.get(PLACES) if isinstance(schema, dict) else None
         parts = schema.get("$defs") if isinstance(schema, dict) else None
         if not isinstance(places, list) or not isinstance(parts, dict):
