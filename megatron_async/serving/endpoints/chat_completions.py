@@ -127,7 +127,7 @@ class _ChatCompletion:
     def _first(self, index: int, *, is_first: bool) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        chunk: dict[str, Any] = {**self._head, "choices": [choice]}
+        chunk: dict[str, Any] = {**self._head, "choices": [choice], **self._usage()}
         if is_first and self._body.prompt_logprobs is not None:
             chunk["prompt_logprobs"] = self._prompt_log_probs()
         if is_first and self._body.return_token_ids:
@@ -158,11 +158,14 @@ class _ChatCompletion:
             if is_last and reason is not None:
                 shown["finish_reason"] = parser.finish_reason(reason)
                 shown["stop_reason"] = output.stop_reason
-            chunk = {**self._head, "choices": [shown]}
-            if self._body.wants_continuous_usage:
-                chunk["usage"] = usage_of([self._job]).to_dict()
-            chunks.append(chunk)
+            chunks.append({**self._head, "choices": [shown], **self._usage()})
         return chunks
+
+    def _usage(self) -> dict[str, Any]:
+        """The field of a chunk that is not the last."""
+        if self._body.wants_continuous_usage:
+            return {"usage": usage_of([self._job]).to_dict()}
+        return {"usage": None} if self._body.wants_usage else {}
 
     def _parser(self) -> MessageParser:
         return self._front.chat.parser(self._tools, self._job.markers.values())

@@ -134,7 +134,7 @@ class _Completion:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of the answer as a stream."""
         body, count = self._body, self._body.num_choices
-        has_usage, is_plain = body.wants_continuous_usage, self._is_plain
+        is_plain = self._is_plain
         texts: dict[int, TextEvents] = {}
         shapers: dict[int, CompletionLogProbs] = {}
         seen: set[int] = set()
@@ -150,10 +150,7 @@ class _Completion:
                 if not (piece.text or piece.finish_reason or piece.output.token_ids or is_first):
                     continue
                 shown = self._piece(self._jobs[number], index, piece, is_first, shapers)
-                chunk = {**self._head, "choices": [shown]}
-                if has_usage:
-                    chunk["usage"] = usage_of(self._jobs).to_dict()
-                yield event(chunk)
+                yield event({**self._head, "choices": [shown], **self._usage()})
         if body.wants_usage:
             yield event({**self._head, "choices": [], "usage": usage_of(self._jobs).to_dict()})
         yield DONE
@@ -172,7 +169,13 @@ class _Completion:
 
     def _text_events(self, index: int) -> TextEvents:
         shown = {"index": index, "text": TextEvents.PLACE, "logprobs": None, "finish_reason": None}
-        return TextEvents({**self._head, "choices": [shown]})
+        return TextEvents({**self._head, "choices": [shown], **self._usage()})
+
+    def _usage(self) -> dict[str, Any]:
+        """The field of a chunk that is not the last."""
+        if self._body.wants_continuous_usage:
+            return {"usage": usage_of(self._jobs).to_dict()}
+        return {"usage": None} if self._body.wants_usage else {}
 
     def _piece(
         self,

@@ -13,7 +13,13 @@ from starlette.responses import Response
 
 from megatron_async.errors import EngineDeadError, EngineStalledError, RequestError
 from megatron_async.request.parameter_checks import check_vocabulary
-from megatron_async.serving.endpoints.request_shapes import Body, Messages, Several, Token
+from megatron_async.serving.endpoints.request_shapes import (
+    Body,
+    Messages,
+    OwnFields,
+    Several,
+    Token,
+)
 from megatron_async.serving.http.errors import ApiError
 from megatron_async.serving.http.frontend import Frontend
 from megatron_async.serving.http.sse import until_disconnect
@@ -23,7 +29,7 @@ PauseMode = Literal["keep", "wait", "abort"]
 Seconds = Annotated[float, Field(ge=0.0, le=86_400.0)]
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(OwnFields):
     """``POST /tokenize``: of a text, or of a chat."""
 
     model: str | None = None

@@ -1,6 +1,7 @@
 """The requests of OpenAI's API, with vLLM's further fields, and what they ask of the engine.
 
-Fields that are not here are ignored, as OpenAI's API does; values of a wrong type are errors.
+Fields that are not here are ignored, as OpenAI's API does, unless they change what comes back in
+other servers; values of a wrong type are errors.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pydantic import (
     Field,
     WithJsonSchema,
     WrapValidator,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
@@ -25,6 +27,7 @@ from megatron_async.request.parameter_checks import in_range
 from megatron_async.request.parameter_ranges import INTEGERS, NUMBERS
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving.chat.chat_messages import plain
+from megatron_async.serving.endpoints.foreign_fields import refuse_foreign_fields
 from megatron_async.serving.http.errors import ApiError, renamed
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -43,6 +46,16 @@ class Body(BaseModel):
     """JSON without conversions between types, in which null stands for a field's default."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+
+class OwnFields(Body):
+    """A body in which fields of other servers that change what comes back are errors."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_foreign(cls, body: Any) -> Any:
+        refuse_foreign_fields(body, cls.model_fields)
+        return body
 
 
 def _whole(value: Any) -> Any:
@@ -138,7 +151,7 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
 
-class SamplingFields(Body):
+class SamplingFields(OwnFields):
     """What completions and chat have in common."""
 
     model: str | None = None

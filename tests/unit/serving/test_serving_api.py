@@ -21,6 +21,7 @@ from megatron_async.errors import ConfigError
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving.chat.chat_template import ChatTemplates
 from megatron_async.serving.endpoints.engine_api import DetokenizeRequest, TokenizeRequest
+from megatron_async.serving.endpoints.foreign_fields import FOREIGN_FIELDS
 from megatron_async.serving.endpoints.megatron_api import MegatronRequest
 from megatron_async.serving.endpoints.request_shapes import ChatCompletionRequest, CompletionRequest
 from megatron_async.serving.endpoints.responses_api import ResponsesRequest
@@ -713,6 +714,50 @@ def test_no_value_is_an_internal_error(client: httpx.Client, path: str) -> None:
         elif answer.headers["content-type"].startswith("text/event-stream"):
             assert '"error":{' not in answer.text
     assert {200, 400} <= statuses
+
+
+MESSAGES = [{"role": "user", "content": "a"}]
+ENDPOINTS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 1},
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 1},
+    "/v1/responses": {"input": "a", "max_output_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_fields_of_other_servers_that_change_the_answer_are_refused(
+    client: httpx.Client, path: str
+) -> None:
+    """Unless they say nothing."""
+    own = {"/v1/completions": {"echo", "best_of", "suffix"}}.get(path, set())
+    for name, instead in FOREIGN_FIELDS.items():
+        if name in own:
+            continue
+        for value in (True, "some", [1], {"a": 1}, 7):
+            error = error_of(client.post(path, json={**ENDPOINTS[path], name: value}), 400)
+            assert error["param"] == name and instead in error["message"], (name, value)
+    for value in (None, False, "", [], {}):
+        names = FOREIGN_FIELDS.keys() - own
+        post(client, path, **ENDPOINTS[path], **dict.fromkeys(names, value))
+    neutral = {"length_penalty": 1.0, "mirostat": 0, "function_call": "auto"}
+    post(client, path, **ENDPOINTS[path], **neutral, who_knows=[1], service_tier="flex", user="me")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("more", [{}, {"n": 2}, {"logprobs": 1}])
+def test_chunks_before_the_last_say_that_usage_is_to_come(
+    client: httpx.Client, path: str, more: dict[str, Any]
+) -> None:
+    if "logprobs" in more and "chat" in path:
+        more = {"logprobs": True}
+    body = {**ENDPOINTS[path], "max_tokens": 4, **more}
+    *chunks, last = events_of(client, path, **body, stream_options={"include_usage": True})
+    assert [chunk["usage"] for chunk in chunks] == [None] * len(chunks) and chunks
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] > 0
+    assert not any("usage" in chunk for chunk in events_of(client, path, **body))
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = events_of(client, path, **body, stream_options=options)
+    assert all(chunk["usage"]["prompt_tokens"] for chunk in chunks)
 
 
 def test_too_long_prompts_have_openais_code(client: httpx.Client) -> None:
