@@ -44,6 +44,7 @@ async def create_chat_completion(
         names={**body.engine_names(), "prompt": "messages"},
         priority=body.priority,
         skip_special_tokens=body.skip_special_tokens is not False,
+        cap_length=not body.num_new_tokens_given,
         markers=front.chat.markers(tools),
     )
     log_jobs(request, [job], model)

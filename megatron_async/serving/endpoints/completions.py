@@ -77,7 +77,7 @@ async def _jobs(front: Frontend, body: CompletionRequest, params: SamplingParams
             params,
             names=body.engine_names(),
             priority=body.priority,
-            cap_length=body.max_tokens is None and body.max_completion_tokens is None,
+            cap_length=not body.num_new_tokens_given,
             skip_special_tokens=body.skip_special_tokens is not False,
             text=text,
             scores_prompt=not body.shows_generated,

@@ -13,7 +13,7 @@ from megatron_async.errors import RequestError
 from megatron_async.request import parameter_checks as checks
 from megatron_async.request.parameter_ranges import INTEGERS, NUMBERS
 from megatron_async.sampling_params import SamplingParams
-from megatron_async.serving.endpoints.request_shapes import Body, Integer, Several
+from megatron_async.serving.endpoints.request_shapes import Body, Integer, Several, dividing
 from megatron_async.serving.front_end.generation import Choice, Job
 from megatron_async.serving.http.errors import ApiError, json_response, renamed
 from megatron_async.serving.http.frontend import Frontend, log_jobs
@@ -83,7 +83,7 @@ class MegatronRequest(Body):
         seed = self.random_seed
         try:
             first = SamplingParams(
-                temperature=self.temperature,
+                temperature=dividing(self.temperature),
                 top_k=self.top_k,
                 top_p=self.top_p,
                 return_log_probs=self.logprobs,

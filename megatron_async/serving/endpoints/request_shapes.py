@@ -130,6 +130,15 @@ Messages = Annotated[
 """Their fields are checked with the chat template, which says what it takes."""
 
 
+LEAST_TEMPERATURE = 1e-5
+"""The engine divides by no smaller one."""
+
+
+def dividing(temperature: float) -> float:
+    """A temperature that may be divided by, or 0 for greedy, which clients mean by 1e-8."""
+    return 0.0 if 0 < temperature < LEAST_TEMPERATURE else temperature
+
+
 class StreamOptions(Body):
     """What a stream has beside its texts."""
 
@@ -231,8 +240,11 @@ class SamplingFields(OwnFields):
         names = {"num_tokens_to_generate": "max_tokens"}
         named = {names.get(name, name): value for name, value in defaults.items()}
         given = {k: v for k, v in named.items() if getattr(self, k) is None}
-        if self.max_completion_tokens is not None:
+        if self.num_new_tokens_given:
             given.pop("max_tokens", None)
+        elif "max_tokens" in given:
+            # What the client has sent goes before what it has not.
+            given["max_tokens"] = max(given["max_tokens"], self.min_tokens or 0)
         return self.model_copy(update=given) if given else self
 
     def params(self, max_choices: int) -> SamplingParams:
@@ -266,6 +278,11 @@ class SamplingFields(OwnFields):
         return names
 
     @property
+    def num_new_tokens_given(self) -> bool:
+        """The client has named the most tokens to generate; else they are cut to what fits."""
+        return self.max_tokens is not None or self.max_completion_tokens is not None
+
+    @property
     def num_new_tokens(self) -> int | None:
         """Most tokens to generate; None for as many as the model has room for."""
         given = self.max_completion_tokens
@@ -279,7 +296,7 @@ class SamplingFields(OwnFields):
         if top_p == 0:
             top_k = 1  # the smallest set of at least no probability has one token; 0 is off to us
         return SamplingParams(
-            temperature=_or(self.temperature, 1.0),
+            temperature=dividing(_or(self.temperature, 1.0)),
             top_k=0 if top_k in (None, -1) else top_k,  # type: ignore[arg-type]
             top_p=_or(top_p, 1.0),
             return_log_probs=asked is not None or of_prompt is not None,

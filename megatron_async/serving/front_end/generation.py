@@ -17,7 +17,7 @@ import msgspec
 from megatron_async.errors import EngineDeadError, ReplicaDiedError, RequestError
 from megatron_async.sampling_params import LIMITING, CheckedParams, SamplingParams
 from megatron_async.serving.front_end.choice_text import ChoiceText
-from megatron_async.serving.http.errors import ApiError, renamed
+from megatron_async.serving.http.errors import TOO_LONG, ApiError, renamed
 from megatron_async.serving.messages import Control, EngineInfo, Generate, Output, Snapshot
 
 if TYPE_CHECKING:
@@ -239,9 +239,10 @@ class Generator:
         if len(text) > LONG_TEXT:
             most = max(LONG_TEXT, CHARACTERS_A_TOKEN * (await self.info()).max_sequence_length)
             if len(text) > most:
-                said = f"{field} has {len(text):,} characters; the most is {most:,}, "
-                said += f"{CHARACTERS_A_TOKEN} for each token that the model takes"
-                raise ApiError(400, said, param=field, code="context_length_exceeded")
+                limit = (await self.info()).max_sequence_length
+                said = f"{_limit_of(limit)} {field} has {len(text):,} characters; the most is "
+                said += f"{most:,}, {CHARACTERS_A_TOKEN} for each token that the model takes"
+                raise ApiError(400, said, param=field, code=TOO_LONG)
         tokenize = functools.partial(
             self.tokenizer.tokenize, text, add_bos, add_special_tokens=add_special_tokens
         )
@@ -299,15 +300,22 @@ class Generator:
         if not prompt:
             raise ApiError(400, f"{field} is empty; send at least one token", param=field)
         if len(prompt) >= limit:
-            said = f"{field} has {len(prompt)} tokens and the model's maximum sequence length is "
-            said += f"{limit}; shorten it to at most {limit - 1} tokens"
-            raise ApiError(400, said, param=field, code="context_length_exceeded")
+            said = f"{_limit_of(limit)} {field} has {len(prompt)} tokens; shorten it to at most "
+            said += f"{limit - 1} tokens"
+            raise ApiError(400, said, param=field, code=TOO_LONG)
         if params.stop_words and not skip_special_tokens:
             said = "skip_special_tokens=false does not go together with stop; leave one of them out"
             raise ApiError(400, said, param="skip_special_tokens")
         most = params.num_tokens_to_generate
         if cap_length and most is not None and len(prompt) + most > limit:
             most = limit - len(prompt)
+        if most is not None and len(prompt) + most > limit:
+            length = names.get("num_tokens_to_generate", "max_tokens")
+            said = (
+                f"{_limit_of(limit)} you requested {len(prompt) + most} tokens ({len(prompt)} in "
+            )
+            said += f"{field}, {most} in {length}); lower {length} to at most {limit - len(prompt)}"
+            raise ApiError(400, said, param=length, code=TOO_LONG)
         return Job(
             prompt,
             # The engine makes text for stop words alone.
@@ -465,6 +473,11 @@ class Generator:
         """End all requests with the text that they have."""
         for request_id in tuple(self.running):
             await self.client.abort(request_id)
+
+
+def _limit_of(limit: int) -> str:
+    """OpenAI's words, which clients look for to shorten what they send."""
+    return f"this model's maximum context length is {limit} tokens. However,"
 
 
 def _no_token(job: Job) -> ApiError:

@@ -48,6 +48,8 @@ class ClientGoneError(Exception):
 
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+TOO_LONG = "context_length_exceeded"
+"""OpenAI's code for a prompt, or a prompt and its answer, that the model has no room for."""
 GIVEN_UP = "engine_given_up"
 """The code of a 503 after which nobody need come again."""
 CODES = {401: "invalid_api_key", 429: "queue_full", 503: "engine_not_ready"}
@@ -133,8 +135,7 @@ def renamed(error: RequestError, names: Mapping[str, str]) -> ApiError:
         known = re.compile(rf"\b({'|'.join(map(re.escape, longest_first))})\b")
         message = known.sub(lambda found: names[found[1]], message)
     param = param_of(message)
-    prompt_too_long = param == "prompt" and "maximum sequence length" in message
-    code = "context_length_exceeded" if prompt_too_long else None
+    code = TOO_LONG if "maximum sequence length" in message else None
     return ApiError(400, message, param=names.get(param or "", param), code=code)
 
 

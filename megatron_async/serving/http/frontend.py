@@ -90,12 +90,13 @@ class Frontend:
     started: int = field(default_factory=lambda: int(time.time()))
 
     def check_model(self, name: str | None) -> str:
-        """The name that answers give the model; raises ApiError for a model that is not served."""
+        """The name that answers give the model: the first where a request names none. Raises
+        ApiError for a model that is not served."""
         names = self.config.model_names
-        if name is not None and name not in names:
+        if name and name not in names:
             said = f"the model {name[:200]!r} does not exist; this server has {', '.join(names)}"
             raise ApiError(404, said, param="model", code="model_not_found")
-        return names[0] if name is None else name
+        return name or names[0]
 
 
 def log_jobs(request: Request, jobs: Sequence[Job], model: str) -> None:

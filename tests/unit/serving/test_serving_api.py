@@ -765,6 +765,61 @@ def test_too_long_prompts_have_openais_code(client: httpx.Client) -> None:
     assert error["code"] == "context_length_exceeded"
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "a" * 300}, "prompt"),
+        ("/v1/completions", {"prompt": "abc", "max_tokens": 254}, "max_tokens"),
+        ("/v1/completions", {"prompt": ["a", "abc"], "max_tokens": 255}, "max_tokens"),
+        ("/v1/completions", {"prompt": "a" * 25_000}, "prompt"),
+        (
+            "/v1/chat/completions",
+            {"messages": MESSAGES, "max_completion_tokens": 250},
+            "max_completion_tokens",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a" * 256}], "max_tokens": 1},
+            "messages",
+        ),
+        ("/v1/responses", {"input": "a" * 256}, "input"),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 256}, "max_output_tokens"),
+    ],
+)
+def test_too_long_requests_are_told_in_the_words_that_clients_look_for(
+    client: httpx.Client, path: str, body: dict[str, Any], param: str
+) -> None:
+    error = error_of(client.post(path, json=body), 400)
+    assert "maximum context length is 256 tokens" in error["message"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_a_default_length_is_cut_to_what_fits(path: str) -> None:
+    defaults = {"num_tokens_to_generate": 4000}
+    body = {**ENDPOINTS[path], "ignore_eos": True}
+    body = {name: value for name, value in body.items() if "max" not in name}
+    with served(engine(), sampling_defaults=defaults) as server, http(server) as client:
+        assert post(client, path, **body)["usage"]["total_tokens"] == 256
+    short = {"num_tokens_to_generate": 2}
+    with served(engine(), sampling_defaults=short) as server, http(server) as client:
+        used = post(client, path, **body, min_tokens=5)["usage"]
+        assert used.get("completion_tokens", used.get("output_tokens")) >= 5
+
+
+@pytest.mark.parametrize("temperature", [1e-8, 5e-324, 9e-6])
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_a_temperature_next_to_nothing_is_greedy(
+    client: httpx.Client, path: str, temperature: float
+) -> None:
+    def said(value: float) -> Any:
+        answer = post(client, path, **{**ENDPOINTS[path], "temperature": value, "model": ""})
+        assert answer["model"] == "tiny"
+        return answer.get("choices") or answer["output"][0]["content"]
+
+    assert said(temperature) == said(0)
+
+
 def test_what_is_no_json_object_is_refused(client: httpx.Client) -> None:
     plain = {"content-type": "text/plain"}
     for content, headers in (
