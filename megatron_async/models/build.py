@@ -240,7 +240,8 @@ def attach_features(model: GPTModel, config: ModelConfig) -> None:
     if config.query_scaling_beta is not None:
         scaling = config.rope_scaling
         tokens = config.query_scaling_tokens
-        tokens = tokens or (scaling and scaling.original_max_position_embeddings)
+        if not tokens and scaling is not None:
+            tokens = scaling.original_max_position_embeddings
         query_scaling = config.query_scaling_beta, tokens or config.max_sequence_length
     for module in model.modules():
         if isinstance(module, PagedAttention):
