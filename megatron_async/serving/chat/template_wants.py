@@ -43,18 +43,18 @@ def wants_of(tree: nodes.Template) -> Wants:
 class _FieldNames:
     """Names under which a template holds one field of a message or call."""
 
-    field: str
+    name: str
     names: set[str] = field(default_factory=set)
 
     def holds(self, node: nodes.Node | None) -> bool:
         """An expression that is the field, a slice of it, or the field filtered."""
         if isinstance(node, nodes.Getattr):
-            return node.attr == self.field
+            return node.attr == self.name
         if isinstance(node, nodes.Getitem):
             key = node.arg
             if isinstance(key, nodes.Slice):
                 return self.holds(node.node)
-            return isinstance(key, nodes.Const) and key.value == self.field
+            return isinstance(key, nodes.Const) and key.value == self.name
         if isinstance(node, nodes.Filter):
             return self.holds(node.node)
         if isinstance(node, nodes.CondExpr):
@@ -62,7 +62,7 @@ class _FieldNames:
         if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr) and node.args:
             key = node.args[0]
             return (
-                node.node.attr == "get" and isinstance(key, nodes.Const) and key.value == self.field
+                node.node.attr == "get" and isinstance(key, nodes.Const) and key.value == self.name
             )
         return isinstance(node, nodes.Name) and node.name in self.names
 
@@ -123,5 +123,5 @@ def _serializes(tree: nodes.Template, arguments: _FieldNames) -> bool:
     filters = (each for each in tree.find_all(nodes.Filter) if each.name in ("tojson", "items"))
     tests = (each for each in tree.find_all(nodes.Test) if each.name in ("mapping", "string"))
     items = (each for each in tree.find_all(nodes.Getattr) if each.attr in ("items", "keys"))
-    nodes_read = [*filters, *tests, *items]
-    return any(arguments.holds(each.node) for each in nodes_read)
+    readers: list[nodes.Filter | nodes.Test | nodes.Getattr] = [*filters, *tests, *items]
+    return any(arguments.holds(each.node) for each in readers)
