@@ -19,7 +19,6 @@ from megatron_async.serving.endpoints.chat_completions import create_chat_comple
 from megatron_async.serving.endpoints.completions import create_completion
 from megatron_async.serving.endpoints.development_api import add_development_endpoints
 from megatron_async.serving.endpoints.json_body import JsonRoute
-from megatron_async.serving.endpoints.live_feed import LiveFeed
 from megatron_async.serving.endpoints.megatron_api import MegatronRequest, megatron_generate
 from megatron_async.serving.endpoints.request_shapes import ChatCompletionRequest, CompletionRequest
 from megatron_async.serving.endpoints.responses_api import ResponsesRequest, create_response
@@ -32,6 +31,7 @@ from megatron_async.serving.http.pages import Pages
 from megatron_async.serving.http.rights import RightsCheck, check_routes, needs
 from megatron_async.serving.http.sse import EventStream
 from megatron_async.serving.page import page_response
+from megatron_async.serving.page.live_feed import LiveFeed
 from megatron_async.version import __version__
 
 if TYPE_CHECKING:

@@ -33,11 +33,11 @@ from megatron_async.replicas.replica import summed
 from megatron_async.replicas.roster import LAPSE_SECONDS, Listing, Member, Roster
 from megatron_async.replicas.routing import BLOCK_TOKENS, PrefixRouter
 from megatron_async.sampling_params import SamplingParams
-from megatron_async.serving.endpoints.live_feed import LiveFeed
 from megatron_async.serving.front_end.generation import Generator
 from megatron_async.serving.front_end.metrics import ServerMetrics
 from megatron_async.serving.front_end.no_tokenizer import NoTokenizer
 from megatron_async.serving.messages import Control, Endpoint, Generate, Kept, Output
+from megatron_async.serving.page.live_feed import LiveFeed
 from tests.support.engines import hash_engine
 from tests.support.served import NotedMetrics
 from tests.support.served_engine import checked, engine_in_thread, patience, run

@@ -24,12 +24,12 @@ from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.metrics import EngineCounters, NotOverlapped
 from megatron_async.errors import EngineDeadError
 from megatron_async.serving import page
-from megatron_async.serving.endpoints import live_feed
-from megatron_async.serving.endpoints.live_feed import LiveFeed
 from megatron_async.serving.engine_side import live_steps
 from megatron_async.serving.engine_side.live_steps import LiveSteps
 from megatron_async.serving.front_end.generation import Generator
 from megatron_async.serving.http.errors import ApiError
+from megatron_async.serving.page import live_feed
+from megatron_async.serving.page.live_feed import LiveFeed
 from tests.support.engines import config_at, hash_engine, sampling_params
 from tests.support.oracle import Ask
 from tests.support.patience import PATIENCE_SECONDS
