@@ -176,7 +176,8 @@ class RequestValidator:
         for name in changes:
             if name not in CHANGEABLE:
                 raise RequestError(
-                    f"{name[:200]} of a running request cannot be changed; "
+                    f"{name if name.isidentifier() else shown(name)} of a running request cannot be "
+                    "changed; "
                     f"{', '.join(CHANGEABLE)} can"
                 )
         checked = dataclasses.replace(params, **changes).checked()
