@@ -175,10 +175,9 @@ class RequestValidator:
         """The parameters of a running request after ``changes``; raises :class:`RequestError`."""
         for name in changes:
             if name not in CHANGEABLE:
+                called = name if name.isidentifier() else shown(name)
                 raise RequestError(
-                    f"{name if name.isidentifier() else shown(name)} of a running request cannot be "
-                    "changed; "
-                    f"{', '.join(CHANGEABLE)} can"
+                    f"{called} of a running request cannot be changed; {', '.join(CHANGEABLE)} can"
                 )
         checked = dataclasses.replace(params, **changes).checked()
         if checked.num_speculative_tokens is not None:
