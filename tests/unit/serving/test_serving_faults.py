@@ -214,7 +214,8 @@ def test_an_error_in_a_step_reaches_all_requests() -> None:
 @pytest.mark.slow
 def test_memory_stays_flat_over_2000_requests() -> None:
     async def test() -> None:
-        config = {"inference_async_scheduling": True, "max_requests": 64}
+        # A small cache, so that all of its pages are in use before the first look.
+        config = {"inference_async_scheduling": True, "max_requests": 64, "block_count": 80}
         async with engine_process(config=config) as (supervisor, client):
             processes = [psutil.Process(), psutil.Process(supervisor.pid)]
 
