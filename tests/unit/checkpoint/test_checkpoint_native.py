@@ -210,7 +210,8 @@ def test_an_installation_without_a_model_says_where_it_is(
 def test_neither_the_package_nor_a_front_end_imports_anything_heavy() -> None:
     code = (
         "import sys, megatron_async; before = set(sys.modules); import megatron_async.checkpoint; "
-        "from megatron_async.serving import build, front_end_process, messages; "
+        "from megatron_async.serving import messages; "
+        "from megatron_async.serving.front_end import build, front_end_process; "
         "endpoint, config = messages.Endpoint('', b''), build.ServerConfig(model_names=('tiny',)); "
         "build._text_of(build.FrontendSettings(model='tiny', endpoint=endpoint, config=config)); "
         "print({name.split('.')[0] for name in set(sys.modules) - before})"

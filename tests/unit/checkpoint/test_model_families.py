@@ -32,12 +32,16 @@ NOT_THEIRS = {"mimo"}
 """Types that transformers does not have; ``test_checkpoint_mtp.py`` has a forward of its own."""
 
 
+def module_of(path: Path) -> Any:
+    """The module of a type's file."""
+    return importlib.import_module(f"{package.__name__}.{path.parent.name}.{path.stem}")
+
+
 def files() -> dict[str, Path]:
     """The file of each type."""
     found = {}
-    for path in Path(package.__path__[0]).glob("[!_]*.py"):
-        module = importlib.import_module(f"{package.__name__}.{path.stem}")
-        found[module.FAMILY.model_type] = path
+    for path in Path(package.__path__[0]).glob("*/[!_]*.py"):
+        found[module_of(path).FAMILY.model_type] = path
     return found
 
 
@@ -53,8 +57,7 @@ def table() -> list[str]:
         compared.setdefault(model_type(name), []).append(name)
     rows = []
     for kind, family in families().items():
-        module = importlib.import_module(f"{package.__name__}.{files()[kind].stem}")
-        said = (module.__doc__ or "").strip().removesuffix(".")
+        said = (module_of(files()[kind]).__doc__ or "").strip().removesuffix(".")
         row = (f"`{kind}`", f"`{family.architecture}`", said, ", ".join(compared[kind]))
         rows.append(f"| {' | '.join(row)} |")
     return rows
@@ -176,7 +179,6 @@ def test_gpt2_without_prefixes_and_with_masks_loads(tmp_path: Path) -> None:
         ("ministral", {"layer_types": ["linear_attention"] * 2}, "layer_types="),
         ("mistral-window", {"sliding_window": -4}, "sliding_window=-4 must be a positive"),
         ("phi3-longrope", {"partial_rotary_factor": 0.3}, "elements"),
-        ("glm4", {"partial_rotary_factor": 0.45}, "7 are rotated must be even"),
         ("granite", {"logits_scaling": 0}, "logits_scaling=0 must be a finite number above 0"),
         ("gemma2", {"num_hidden_layers": 10**9, "layer_types": None}, "num_hidden_layers=10+ is"),
         ("smollm3", {"num_hidden_layers": 10**9}, "num_hidden_layers=10+ is not supported"),
@@ -360,4 +362,18 @@ def test_an_odd_number_of_rotated_elements_is_rotated_in_whole_pairs(
     )
     converted = convert_config(Path("c"), {**config.to_dict(), "architectures": None})
     assert converted.rotary_span % 2 and converted.rotary_dim == converted.rotary_span + 1
+    assert differs_by(of_transformers(config), tmp_path, 60) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["glm", "glm4"])
+def test_odd_rotated_parts_of_neighbouring_pairs_are_transformers(
+    name: str, tmp_path: Path
+) -> None:
+    config = CONFIGS[name]()
+    rope = getattr(config, "rope_parameters", None)
+    if rope is None:
+        pytest.skip("this release of transformers has no rope_parameters")
+    config.rope_parameters = {**rope, "partial_rotary_factor": 0.45}
+    config.eos_token_id = config.pad_token_id = None
+    assert convert_config(Path("c"), {**config.to_dict(), "architectures": None}).rotary_span % 2
     assert differs_by(of_transformers(config), tmp_path, 60) < 1e-4
