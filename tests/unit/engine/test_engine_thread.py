@@ -230,8 +230,13 @@ def test_stream_of_a_closed_engine_ends_with_the_reason() -> None:
         async for _ in stream:
             pass
 
-    with pytest.raises(EngineStoppedError, match="closed"):
-        asyncio.run(main(engine_at(1)))
+    for _ in range(20):  # a fast engine may be done before it is closed
+        try:
+            asyncio.run(main(engine_at(1)))
+        except EngineStoppedError as error:
+            assert "closed" in str(error)
+            return
+    pytest.fail("no stream was cut short")
 
 
 def test_a_refused_stream_leaves_nothing_behind() -> None:
