@@ -8,7 +8,7 @@ import torch
 
 from megatron_async.build.model import for_config, load_share, network_over
 from megatron_async.build.runner import open_runner
-from megatron_async.build.spec_dict import config_from_dict, spec_from_dict
+from megatron_async.build.spec_dict import spec_from_dict
 from megatron_async.config.engine_config import EngineConfig
 from megatron_async.device.protocol import Device
 from megatron_async.engine.lifecycle.sleep_mode import Memory
@@ -48,7 +48,7 @@ class RankModel:
 
     def load(self, message: LoadModel) -> None:
         """See :class:`LoadModel`."""
-        self._given = load_share(message.path, config_from_dict(message.config), self._device)
+        self._given = load_share(message.path, EngineConfig(**message.config), self._device)
 
     def make(self, message: BuildModel) -> None:
         """See :class:`BuildModel`."""

@@ -29,7 +29,7 @@ def spec_to_dict(spec: EngineSpec) -> dict[str, Any]:
 def spec_from_dict(values: Mapping[str, Any]) -> EngineSpec:
     """The inverse of :func:`spec_to_dict`, after JSON too."""
     made = {
-        "config": config_from_dict(values["config"]),
+        "config": EngineConfig(**values["config"]),
         "model": _described(values["model"]),
         "draft_model": values["draft_model"] and _described(values["draft_model"]),
         "layout": Layout(**values["layout"]),
@@ -39,11 +39,6 @@ def spec_from_dict(values: Mapping[str, Any]) -> EngineSpec:
         "limits": Limits(**{**values["limits"], "windows": tuple(values["limits"]["windows"])}),
     }
     return EngineSpec(**{**values, **made})
-
-
-def config_from_dict(values: Mapping[str, Any]) -> EngineConfig:
-    """A configuration from its fields, after JSON too."""
-    return EngineConfig(**values)
 
 
 def _plain(value: Any) -> Any:

@@ -25,15 +25,6 @@ if TYPE_CHECKING:
     Source: TypeAlias = str | Path | Mapping[str, Any] | WeightSource
 
 
-class Controller(Protocol):
-    """What reads new weights for an engine's model."""
-
-    def read_weights(
-        self, source: Source, *, allow_non_finite_weights: bool, all_parameters: bool
-    ) -> Callable[[], None]:
-        """Read and check new weights; calling the result replaces the model's."""
-
-
 class Lock(Protocol):
     """An engine's step lock: ``gate``, ``mutex``, then an entry and itself, in this order."""
 

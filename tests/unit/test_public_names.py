@@ -89,3 +89,17 @@ def test_no_module_of_the_core_asks_whether_it_is_megatrons() -> None:
     core = Path(engine.__file__).parent
     named = [p.name for p in core.glob("*.py") if "as_megatron" in p.read_text(encoding="utf-8")]
     assert not named
+
+
+def test_packages_of_what_users_say_have_its_classes() -> None:
+    """As modules of these names had them."""
+    from megatron_async import config, request, tokenizer
+
+    assert config.EngineConfig is megatron_async.EngineConfig
+    assert request.Rollout is megatron_async.Rollout
+    assert tokenizer.Tokenizer.__module__ == "megatron_async.tokenizer.tokenizer"
+    for package in (config, request, tokenizer):
+        with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+            package.nothing  # noqa: B018
+        with pytest.raises(AttributeError, match="Nothing"):
+            package.Nothing  # noqa: B018
