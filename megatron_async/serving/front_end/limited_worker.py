@@ -77,7 +77,7 @@ class LimitedWorkers:
             (name, *_) = arguments
             raise RequestError(f"{name}: an integer does not fit into 64 bits") from None
         async with self._places:
-            process = self._idle.pop() if self._idle else await self._start()
+            process = await self._living()
             try:
                 async with asyncio.timeout(self._seconds):
                     done = await process.call(message)
@@ -99,10 +99,19 @@ class LimitedWorkers:
             raise RequestError(done.error)
         return done.value
 
-    async def _start(self) -> _Process:
+    async def _living(self) -> _Process:
+        """One that waits, or a new one: somebody may have ended what waits."""
+        while self._idle:
+            process = self._idle.pop()
+            if process.lives:
+                return process
+            process.kill()
         process = await _Process.start(self._module, self._mib)
         try:
             await process.call(ARGUMENTS.encode({**self._given, "seconds": self._seconds}))
+        except (EOFError, ConnectionError):
+            process.kill()
+            raise TooMuchError("its process does not start; the log says why") from None
         except BaseException:
             process.kill()
             raise
@@ -134,6 +143,10 @@ class _Process:
         await self._writer.drain()
         size = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "big")
         return DONE.decode(await self._reader.readexactly(size))
+
+    @property
+    def lives(self) -> bool:
+        return self._child.poll() is None
 
     def kill(self) -> None:
         self._writer.transport.abort()

@@ -10,6 +10,7 @@ import tracemalloc
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from fastapi import FastAPI
 from pydantic import ValidationError
@@ -310,6 +311,10 @@ def test_work_that_hangs_dies_or_grows_ends_alone() -> None:
         assert (await pool.call(what="say"))["pid"] != first["pid"]
         with pytest.raises(RequestError, match="64 bits"):
             await pool.call(what=2**70)
+        waiting = psutil.Process((await pool.call(what="say"))["pid"])
+        waiting.kill()
+        waiting.wait()
+        assert (await pool.call(what="say"))["pid"] != waiting.pid
         pool.close()
 
     run(test())
@@ -387,3 +392,12 @@ def test_the_limits_stand_in_their_modules() -> None:
     """What the documentation says of them."""
     assert (connections.HEAD_BYTES, connections.HEAD_FIELDS) == (64 * 1024, 256)
     assert middleware.ALL_BODIES == 128 * MIB
+
+
+def test_work_that_cannot_begin_is_an_error_of_its_own() -> None:
+    async def test() -> None:
+        pool = LimitedWorkers("tests.support.no_such_module", {}, seconds=60)
+        with pytest.raises(TooMuchError, match="does not start"):
+            await pool.call(what="say")
+
+    run(test())
