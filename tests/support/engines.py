@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_async.config.engine_config import EngineConfig
@@ -139,3 +140,25 @@ def random_ask(rng: random.Random, max_prompt: int = 40, max_new: int = 30) -> A
         top_p=rng.choice((0.0, 0.9)) if sampled else 0.0,
         seed=rng.randrange(-(2**63), 2**63),
     )
+
+
+def tokens_with_pauses(
+    engine: DynamicInferenceEngine,
+    prompts: Sequence[list[int]],
+    params: Sequence[SamplingParams],
+) -> list[list[int]]:
+    """The tokens of at least three requests, of which three are paused for a step each."""
+    futures = [
+        engine.add_request(n, prompt, of)
+        for n, (prompt, of) in enumerate(zip(prompts, params, strict=True))
+    ]
+    for number in (0, 2, 1):
+        for _ in range(4):
+            engine.step_modern()
+        paused = engine.pause_request(number)
+        engine.step_modern()
+        if paused:
+            engine.resume_request(number)
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    return [future.result().generated_tokens for future in futures]

@@ -28,7 +28,7 @@ from megatron_async.models.mamba.sequence import CHUNK, mix_sequences
 from megatron_async.models.served import ServedModel
 from megatron_async.request.request import DynamicInferenceRequest
 from megatron_async.sampling_params import SamplingParams
-from tests.support.engines import DEPTHS, config_at
+from tests.support.engines import DEPTHS, config_at, tokens_with_pauses
 
 CONFIG = ModelConfig(
     num_layers=6,
@@ -132,20 +132,7 @@ def test_evicted_and_paused_requests_go_on_with_the_same_tokens(
     depth: int, model: Any, alone: list[list[int]]
 ) -> None:
     with engine_of(model, depth, max_requests=4, block_count=14) as engine:
-        futures = [
-            engine.add_request(n, prompt, params)
-            for n, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True))
-        ]
-        for number in (0, 2, 1):
-            for _ in range(4):
-                engine.step_modern()
-            paused = engine.pause_request(number)
-            engine.step_modern()
-            if paused:
-                engine.resume_request(number)
-        while engine.has_unfinished_requests():
-            engine.step_modern()
-        assert [future.result().generated_tokens for future in futures] == alone
+        assert tokens_with_pauses(engine, PROMPTS, PARAMS) == alone
         assert engine.counters.evictions > 0 and engine.counters.pauses > 0
 
 
