@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from megatron_async.checkpoint import load_pretrained, save_distributed, save_na
 from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.description.latent_config import LatentAttention
 from megatron_async.weights.parallel_layouts import relay
+from tests.support.child_environment import child_environment
 from tests.support.programs import run_program
 
 PROGRAM = """
@@ -120,10 +120,9 @@ def test_two_ranks_give_the_logits_of_one(tmp_path: Path) -> None:
     names += [f"{name}{end}" for name in OF_HEADS for end in ("", "_distributed")]
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    root = str(Path(__file__).parents[3])
     run_program(
         [sys.executable, "-W", "ignore", str(program), str(tmp_path), *names],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root},
+        env=child_environment(OMP_NUM_THREADS="1"),
         check=True,
     )
     for name in names:

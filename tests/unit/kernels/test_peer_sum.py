@@ -6,7 +6,6 @@ rank has a stream, and all CTAs of all ranks fit onto it at once.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from megatron_async.kernels.gemm.tile_config import padded
 from megatron_async.kernels.ranks import peer_sum
 from megatron_async.kernels.ranks.peer_sum import PeerSum, PeerWords, word_count
 from tests.support import emulator
+from tests.support.child_environment import child_environment
 from tests.support.cuda_kernels import device, emulated, on_both, on_gpu
 from tests.support.patience import PATIENCE_SECONDS
 
@@ -303,7 +303,7 @@ def test_two_processes_reach_each_others_memory(options: list[str]) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
     subprocess.run(
         [*command, "--hidden-sizes", "64", "2880", "4096", *options],
-        env={**os.environ, "PYTHONPATH": str(script.parents[1])},
+        env=child_environment(),
         check=True,
         timeout=PATIENCE_SECONDS,
     )

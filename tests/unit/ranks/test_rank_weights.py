@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.child_environment import child_environment
 from tests.support.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[3]
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = ["dense:1,1,1", "experts:1,1,1", *CASES]
     subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.support.ranked_weights", str(made), *names],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env=child_environment(OMP_NUM_THREADS="1"),
         cwd=ROOT,
         check=True,
         timeout=PATIENCE_SECONDS,

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
+from tests.support.child_environment import child_environment
 from tests.support.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[3]
@@ -43,7 +44,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Fou
             folder.mkdir(exist_ok=True)
             subprocess.run(
                 [sys.executable, "-W", "ignore", "-m", "tests.support.ranked", str(folder), *names],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+                env=child_environment(OMP_NUM_THREADS="1"),
                 cwd=ROOT,
                 check=True,
                 timeout=PATIENCE_SECONDS,

