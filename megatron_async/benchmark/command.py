@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_async.benchmark.drafts import DRAFT_OPTIONS, add_drafting_options, resolve_drafts
 from megatron_async.benchmark.measuring.loads import Load, RaggedLoad
+from megatron_async.benchmark.measuring.one_rank import ONE_RANK
 from megatron_async.cli.options.options import (
     PARALLEL_SIZES,
     PROGRAM,
@@ -32,7 +33,7 @@ from megatron_async.config.engine_config import (
 )
 from megatron_async.errors import ConfigError
 
-BASELINE_NAMES = ("transformers", "transformers-cb")
+BASELINE_NAMES = ("transformers", "transformers-cb", ONE_RANK)
 EXIT_FAILED = 1
 EXIT_UNWRITTEN = 2
 
@@ -114,7 +115,8 @@ def add_command(commands: Any) -> None:
     depths = "steps in flight; 0 is serial (default: 0,1; ragged: 0,1,2)"
     marks = "mark each launch on the device's clock: the share of time inside steps"
     profile = "on a GPU: profile some steps after the timed rounds"
-    others = "the same load by transformers (generate) or transformers-cb (continuous batching)"
+    others = "the same load by transformers (generate), transformers-cb (continuous batching) or, "
+    others += "of several ranks, on one"
     report = "write the report; - is stdout, the table to stderr then"
     on_or_off = argparse.BooleanOptionalAction
     add("--workload", choices=tuple(DEFAULTS), default="decode", help="default: decode")
@@ -189,6 +191,8 @@ def resolve(args: argparse.Namespace) -> None:
         SamplingParams.deserialize(sampling | json.loads(args.sampling or "{}")).validate()
     if (args.temperature or args.sampling) and args.baseline:
         raise ConfigError("--baseline decodes greedily; leave sampling or --baseline out")
+    if ONE_RANK in (args.baseline or ()) and all(getattr(args, k) == 1 for k in PARALLEL_SIZES):
+        raise ConfigError("--baseline one belongs to several ranks; give parallel sizes too")
     if args.all_buckets and args.workload != "decode":
         raise ConfigError("--all-buckets belongs to --workload decode; ragged captures all anyway")
     resolve_drafts(args)

@@ -58,6 +58,15 @@ class BenchmarkModel:
             group=self.group,
         )
 
+    @property
+    def layout_sizes(self) -> dict[str, int]:
+        """Ranks and micro-batches, as floors take them; empty for one rank."""
+        if self.group is None:
+            return {}
+        layout = self.group.layout
+        sizes = {"tensor": layout.tensor, "expert": layout.expert, "pipeline": layout.pipeline}
+        return {**sizes, "micro_batches": self.micro_batches or 1}
+
     def tokens_of(self, file: str, least: int) -> list[int]:
         """Token ids of a file's text.
 

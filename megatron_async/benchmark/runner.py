@@ -24,6 +24,7 @@ from megatron_async.benchmark.measuring.engines import (
     ragged_config,
 )
 from megatron_async.benchmark.measuring.loads import Load, RaggedLoad
+from megatron_async.benchmark.measuring.one_rank import ONE_RANK, measure_one_rank
 from megatron_async.benchmark.model import BenchmarkModel, load_benchmark_model
 from megatron_async.benchmark.progress import Progress
 from megatron_async.benchmark.workloads import DecodeWorkload, RaggedWorkload, Workload
@@ -47,6 +48,8 @@ def collect(
     device = resolve_device(args.device)
     # A copy takes memory too, which a model may leave no room for.
     bandwidth = copy_bandwidth(device) if device.type == "cuda" else None
+    # So do several ranks, which one rank must not meet.
+    alone = [measure_one_rank(command)] if ONE_RANK in (args.baseline or ()) else []
     model = load_model()
     report: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
@@ -64,7 +67,7 @@ def collect(
         **coverage(model),
         "startup": None,
         "results": [],
-        "baselines": [],
+        "baselines": alone,
         "complete": False,
     }
     progress = Progress(lambda: keep(report))
@@ -89,12 +92,14 @@ def collect(
     if model.group is not None:
         report["ranks"] = str(model.group.layout)
         model.group.close()
-    if args.baseline:
+    others = [name for name in args.baseline or () if name != ONE_RANK]
+    if others:
         batches = workload.batches()
         config, dtype = dataclasses.replace(model.config, mtp_num_layers=0), model.dtype
         del model, workload  # their memory is the baseline's now
         free_memory()
-        measure_baselines(args, batches, config, device, dtype, report["baselines"], progress)
+        found = report["baselines"]
+        measure_baselines(args, others, batches, config, device, dtype, found, progress)
     progress.bar.close()
     report["complete"] = not progress.failures
     keep(report)

@@ -286,9 +286,9 @@ class DecodeWorkload(Workload):
         return self.row(found, last, figures | more)
 
     def _experts_read(self, batch_size: int, run: Run, drafts: Drafts) -> float | None:
-        """Return the experts of a layer that a step reads; None without experts, or without a
-        floor."""
-        if self._bandwidth is None:
+        """Return the experts of a layer that a step reads; None without experts or a floor, or with
+        several ranks, whose model does not run on one of them alone."""
+        if self._bandwidth is None or self.model.group is not None:
             return None
         return experts_read(self.model, self._requests(batch_size), run.tokens, drafts.window)
 
@@ -308,6 +308,7 @@ class DecodeWorkload(Workload):
             new_tokens=self._load.new_tokens,
             drafts=drafts.count if drafts.method == "mtp" else 0,
             draft_model=model.draft_config,
+            **model.layout_sizes,
             experts=experts,
         )
 

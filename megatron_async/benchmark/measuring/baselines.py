@@ -41,6 +41,7 @@ class NoBaselineError(MegatronAsyncError):
 
 def measure_baselines(
     args: argparse.Namespace,
+    names: Sequence[str],
     batches: list[list[Request]],
     config: ModelConfig,
     device: torch.device,
@@ -49,8 +50,8 @@ def measure_baselines(
     progress: Progress,
 ) -> None:
     """Append to ``found`` what each baseline makes of each batch, and why it does not."""
-    progress.bar.total += len(args.baseline)
-    for name in args.baseline:
+    progress.bar.total += len(names)
+    for name in names:
         progress.bar.set_description(f"baseline {name}")
         results: list[dict[str, Any]] = []
         skipped: list[str] = []

@@ -84,7 +84,7 @@ def _config(
         max_sequence_length=load.longest,
         enable_prefix_caching=False,
         random_seed=load.seed,
-        device=str(model.device),
+        device=str(model.device) if model.group is None else model.device.type,
         pipeline_micro_batches=model.micro_batches,
         **drafts.config,
         **sizes,

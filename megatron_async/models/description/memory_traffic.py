@@ -156,9 +156,16 @@ def floor_ms(
     draft_model: ModelConfig | None = None,
     experts: float | None = None,
     state_itemsize: int = 4,
+    tensor: int = 1,
+    expert: int = 1,
+    pipeline: int = 1,
+    micro_batches: int = 1,
 ) -> float:
     """Milliseconds in which memory could deliver a mean step's weights, keys and values once, and
     take recurrent states and give them back, at ``bandwidth`` bytes per second.
+
+    Of several ranks each reads its share, at the same time. With pipeline stages a step is a turn
+    of all micro-batches, each of which reads the weights of its stage.
 
     Args:
         drafts: a layer for multi-token prediction and the output layer are read this many times
@@ -166,11 +173,16 @@ def floor_ms(
         experts: of each layer, those that a step has read; None takes what is to be expected of
             its tokens, see :func:`expected_experts`.
         state_itemsize: bytes of an element of recurrent states.
+        tensor, expert, pipeline, micro_batches: sizes of the layout.
     """
     load = batch_size, prompt_tokens + new_tokens / 2
     if experts is None:
-        experts = expected_experts(config, batch_size * (1 + drafts))
-    read = weight_bytes(config, itemsize, experts) + kv_bytes(config, itemsize, *load)
+        experts = expected_experts(config, batch_size // micro_batches * (1 + drafts))
+    # Of experts alone each rank has some; what is not an expert's is a share of tensor parallelism.
+    all_ranks = weight_bytes(config, itemsize, 0.0) / tensor
+    of_experts = weight_bytes(config, itemsize, experts) - weight_bytes(config, itemsize, 0.0)
+    weights = (all_ranks + of_experts / max(tensor, expert)) / pipeline
+    read = weights * micro_batches + kv_bytes(config, itemsize, *load) / (tensor * pipeline)
     read += batch_size * state_bytes(config, itemsize, state_itemsize)
     if drafts == 0:
         return 1e3 * read / bandwidth

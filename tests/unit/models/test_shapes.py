@@ -18,6 +18,7 @@ from megatron_async.device.bandwidth import copy_bandwidth
 from megatron_async.errors import ConfigError
 from megatron_async.models import build
 from megatron_async.models.build import build_random_model
+from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.description.memory_traffic import (
     expected_experts,
     floor_ms,
@@ -164,3 +165,20 @@ def test_random_weights_beyond_the_memory_are_refused(monkeypatch: pytest.Monkey
         build_random_model(config, device=torch.device("cpu"), dtype=torch.float32)
     monkeypatch.setattr(build, "memory_bytes", lambda device: needed)
     build_random_model(config, device=torch.device("cpu"), dtype=torch.float32)
+
+
+def test_ranks_read_their_shares_at_the_same_time() -> None:
+    """Half of the weights each, or of the experts; stages read theirs for each micro-batch."""
+    load: dict[str, Any] = {"batch_size": 4, "prompt_tokens": 8, "new_tokens": 16}
+
+    def floor(config: ModelConfig, **layout: int) -> float:
+        return floor_ms(config, 2, 1e9, **load, **layout)
+
+    dense = SHAPES["qwen0.6b"]
+    experts = SHAPES["qwen3-30b-a3b"]
+    assert floor(dense, tensor=2) == pytest.approx(floor(dense) / 2)
+    assert floor(dense, pipeline=2) == pytest.approx(floor(dense) / 2)
+    twice = floor(dense, pipeline=2, micro_batches=2)
+    assert floor(dense) / 2 < twice < floor(dense), "keys and values are read once"
+    assert floor(experts, expert=2) > floor(experts) / 2, "attention is whole on each rank"
+    assert floor(experts, tensor=2, expert=2) == pytest.approx(floor(experts) / 2)
