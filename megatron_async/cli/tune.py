@@ -14,8 +14,10 @@ from megatron_async.cli.options.options import integer, several
 from megatron_async.cli.output.table import format_table
 from megatron_async.errors import ConfigError
 from megatron_async.kernels.gemm.tile_config import (
+    ADD,
     ANY_SHAPE_ROWS,
     MAX_ROWS,
+    STORE,
     TUNED,
     Entry,
     GemmProblem,
@@ -50,6 +52,9 @@ def add_command(commands: Any) -> None:
     choice.add_argument("--model", metavar="tiny|PATH", help="a model; its weights are not read")
     choice.add_argument("--shape", choices=tuple(SHAPES), help="the shape of a known model")
     group.add_argument("--device", metavar="NAME", help="default: the first GPU")
+    said = "ranks, of one of which the shapes are measured, on one GPU (default: 1)"
+    name = "--tensor-model-parallel-size"
+    group.add_argument(name, type=integer(1), default=1, metavar="N", help=said)
 
     def option(to: Any, name: str, kind: Any, default: Any, metavar: str, text: str) -> None:
         shown = ",".join(map(str, default)) if isinstance(default, list) else default
@@ -84,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_async.device import resolve_device
     from megatron_async.kernels import compile as cuda
     from megatron_async.models.fused.tuning import first_layers
+    from megatron_async.models.parallel_sizes import tensor_share
 
     keeps = not (args.dry_run or args.exhaustive)
     if max(args.batch_sizes) > ANY_SHAPE_ROWS and keeps:
@@ -106,6 +112,8 @@ def run(args: argparse.Namespace) -> int:
             f"--context {args.context} leaves no room in the model's {config.max_sequence_length} "
             "tokens; lower it"
         )
+    ranks = args.tensor_model_parallel_size
+    config = tensor_share(config, ranks)
     gpu = cuda.device_name(device.index)
     # Before the work, in case it cannot be written.
     path = save_tuned(gpu, []) if keeps else None
@@ -116,10 +124,12 @@ def run(args: argparse.Namespace) -> int:
         if after >= before:
             better, after = [], before
         if path is not None:
-            found = [(search.products[name].case(size), search.best[name]) for name in better]
+            found = [(_problem(search, name, size, ranks), search.best[name]) for name in better]
             save_tuned(gpu, [Entry(*each, TUNED) for each in found])
         for name, product in search.products.items():
             problem = GemmProblem(size, product.n, product.k)
+            if ranks > 1:
+                problem = _problem(search, name, size, ranks)
             lines.append(Entry(problem, search.best[name], "measured").to_json())
         log[size] = [(name, list(map(int, tried)), us) for name, tried, us in search.log]
         times = f"{before:.1f}", f"{after:.1f}", f"{1 - after / before:.1%}"
@@ -140,6 +150,13 @@ def run(args: argparse.Namespace) -> int:
         only = f"{args.model} is a {name} model: these kernels are for --dtype bfloat16 alone"
         print(only, file=sys.stderr)
     return 0
+
+
+def _problem(search: Search, name: str, rows: int, ranks: int) -> GemmProblem:
+    """What a config is kept for. Ranks leave partial sums, where one rank adds to the stream."""
+    problem = search.products[name].case(rows)
+    adds = ranks > 1 and problem.epilogue == ADD
+    return problem._replace(epilogue=STORE) if adds else problem
 
 
 def _tune(

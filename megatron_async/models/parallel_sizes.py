@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from megatron_async.errors import ConfigError
 from megatron_async.models.description.config import ModelConfig
 
@@ -13,6 +15,23 @@ def check_divides(config: ModelConfig, *, tensor: int, expert: int, pipeline: in
     if pipeline > 1:
         _check_stages(config, pipeline)
     _check_experts(config, expert, tensor)
+
+
+def tensor_share(config: ModelConfig, ranks: int) -> ModelConfig:
+    """A model of one rank whose layers have the shapes of a share of tensor parallelism.
+
+    Raises:
+        ConfigError: the model does not divide by ``ranks``.
+    """
+    if ranks > 1:
+        _check_tensor(config, ranks)
+    return dataclasses.replace(
+        config,
+        num_attention_heads=config.num_attention_heads // ranks,
+        num_kv_heads=config.num_kv_heads // ranks,
+        ffn_hidden_size=config.ffn_hidden_size // ranks,
+        vocab_size=config.vocab_size // ranks,
+    )
 
 
 def _check_tensor(config: ModelConfig, ranks: int) -> None:
