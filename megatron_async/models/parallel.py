@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_async.sampling.sample import SampleInputs
 
 if TYPE_CHECKING:
-    from megatron_async.kernels.ranks.peer_sum import PeerWords
+    from megatron_async.kernels.ranks.peer_sum import PeerSum, PeerWords
 
 
 _CPU = torch.device("cpu")
@@ -88,6 +88,7 @@ class ModelParallel:
         from megatron_async.kernels.ranks import peer_memory
 
         self.tensor_words: PeerWords | None = peer_memory.open_words(self._tensor, device)
+        self._peer_sums: dict[int, PeerSum] = {}
         self.expert_words = self.tensor_words
         if layout.expert not in (1, layout.tensor):
             self.expert_words = peer_memory.open_words(self._experts, device)
@@ -110,6 +111,28 @@ class ModelParallel:
         if self.layout.tensor > 1:
             dist.all_reduce(x, group=self._tensor)
         return x
+
+    def sum_rows(self, partial: Tensor) -> Tensor:
+        """The sum over tensor-parallel ranks of ``[..., hidden size]``, which each has a part of.
+        Few rows go through each other's memory, where the ranks reach it."""
+        size = partial.shape[-1]
+        rows = partial.numel() // size
+        kernel = self._peer_sum(size, partial)
+        if kernel is None or not rows or kernel.why_not(rows) is not None:
+            return self.sum_(partial)
+        total = torch.zeros_like(partial)
+        kernel(partial.view(rows, size), total.view(rows, size), 1 << (rows - 1).bit_length())
+        return total
+
+    def _peer_sum(self, size: int, like: Tensor) -> PeerSum | None:
+        """That of rows of ``size``; None where this rank has none."""
+        if self.tensor_words is None or like.dtype != torch.bfloat16 or not like.is_contiguous():
+            return None
+        if size not in self._peer_sums:
+            from megatron_async.kernels.ranks.peer_sum import PeerSum
+
+            self._peer_sums[size] = PeerSum(self.tensor_words, size, like.device)
+        return self._peer_sums[size]
 
     def max_(self, x: Tensor) -> Tensor:
         """The largest over tensor-parallel ranks, in place."""

@@ -21,13 +21,14 @@ from megatron_async.models.layers.activation import (
 )
 from megatron_async.models.layers.attention import NoCoreAttention, PagedSelfAttention
 from megatron_async.models.layers.norm import Norm, fusable, head_norm_classes, norm_class
+from megatron_async.models.layers.row_parallel import (
+    BiasedRowParallelLinear,
+    RowParallelLinear,
+)
 from megatron_async.models.padding import padding_mask
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add  # isort: skip
-from megatron.core.tensor_parallel.layers import (  # isort: skip
-    ColumnParallelLinear,
-    RowParallelLinear,
-)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear  # isort: skip
 from megatron.core.transformer.attention import SelfAttentionSubmodules  # isort: skip
 from megatron.core.transformer.enums import AttnMaskType  # isort: skip
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
@@ -56,16 +57,9 @@ _ACTIVATIONS: dict[str, type[torch.nn.Module]] = {
 
 
 # megatron has one ``add_bias_linear`` for the attention's output and the MLP. It stays off in our
-# configs, and these classes decide for each part alone.
+# configs, and this class and that of row-parallel layers decide for each part alone.
 class BiasedColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
     """Column-parallel linear with a bias, whatever the config says."""
-
-    def __init__(self, *args: Any, bias: bool = True, **kwargs: Any) -> None:
-        super().__init__(*args, bias=True, **kwargs)
-
-
-class BiasedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
-    """Row-parallel linear with a bias, whatever the config says."""
 
     def __init__(self, *args: Any, bias: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, bias=True, **kwargs)

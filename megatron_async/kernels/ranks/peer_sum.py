@@ -123,6 +123,10 @@ class PeerSum:
         self._ctas, self._threads = len(words.launches), threads
         self.statistic_rows = next(tile for tile in _TILES if hidden_size % tile == 0)
 
+    def why_not(self, rows: int) -> str | None:
+        """Why it does not add up ``rows`` rows; None if it does."""
+        return why_not(self._hidden_size, rows, self.words)
+
     def work(self, rows: int, statistics: int) -> tuple[str, dict[str, int]]:
         """Source and macros for padded ``rows``, see ``peer_sum.cu``."""
         count = self._steps or steps(self.words.ranks, rows * self._hidden_size)
