@@ -111,7 +111,9 @@ class GPTNetwork(Network):
 
             unwanted, divided = self._unwanted, self._all_reduce is not None
             self._found_coverage = DecodeCoverage(
-                coverage.blocks(self.model, parallel=divided, unwanted=unwanted),
+                coverage.blocks(
+                    self.model, parallel=divided, stages=self._has_stages, unwanted=unwanted
+                ),
                 coverage.mtp_blocks(self.model, unwanted=unwanted),
             )
         return self._found_coverage
@@ -126,8 +128,13 @@ class GPTNetwork(Network):
     def _fused_decoder(self) -> FusedDecoder:
         from megatron_async.models.fused.decoder import FusedDecoder
 
-        words = None if self.parallel is None else self.parallel.tensor_words
-        return FusedDecoder(self.model, all_reduce=self._all_reduce, words=words)
+        ranks = self.parallel
+        return FusedDecoder(
+            self.model,
+            all_reduce=self._all_reduce,
+            words=None if ranks is None else ranks.tensor_words,
+            stages=ranks if self._has_stages else None,
+        )
 
     @property
     def fused_decode_off(self) -> str | None:

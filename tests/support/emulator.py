@@ -57,13 +57,17 @@ _RUNTIME_OPTIONS = (
 FOLDER = "EMULATED_KERNELS"
 """The environment variable with the folder of what is built, where processes share it."""
 _SHARED = re.compile(r"extern __shared__ __align__\([^)]+\) char shared\[\];")
-_CLUSTER = {"embed": "1", "sample": "C", "moe_row": "CTAS", "peer_sum": "CTAS * RANKS"}
+_CLUSTER = {
+    "embed": "1", "embed_share": "1", "sample": "C", "moe_row": "CTAS",
+    "peer_sum": "CTAS * RANKS",
+}  # fmt: skip
 """CTAs of a cluster, where that is not ``CLUSTER``; or that wait for each other."""
 _WRITTEN_BEFORE = {
     "skinny_gemm_mma": ("x", "stats_in", "residual"),
     "skinny_gemm_wgmma": ("x_map", "stats_in", "residual"),
     "attention": ("qkv",),
     "embed": ("token_ids", "position_ids"),
+    "embed_share": ("token_ids", "position_ids"),
     "sample": (0,),
     "moe_row": ("x", "stats_in", "live", "launches", "logits", "activated", "residual"),
     "peer_sum": ("partial", "received", "launches", "hidden"),

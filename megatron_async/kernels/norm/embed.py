@@ -62,3 +62,49 @@ class Embed:
             token_ids, position_ids, table, positions, hidden, next_weight, out, statistics
         )
         self._kernel.launch((token_ids.shape[0], 1, 1), arguments)
+
+
+class EmbedShareArguments(NamedTuple):
+    """Parameters of ``embed_share.cu``, in order."""
+
+    token_ids: Int64
+    position_ids: Int64
+    table: Bf16
+    positions: Bf16 | None
+    hidden: Bf16
+    partial: Bf16
+    first_id: int
+    id_count: int
+
+
+class EmbedShare:
+    """Token embeddings of a rank's share of the vocabulary, which the ranks still have to add up.
+
+    Args:
+        positions: whether there are learned position embeddings.
+    """
+
+    def __init__(self, hidden: int, *, positions: bool, device: torch.device) -> None:
+        macros = {"H": hidden, "POSITIONS": int(positions)}
+        self._kernel = kernel("embed_share", macros, device)
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        table: Tensor,
+        positions: Tensor | None,
+        hidden: Tensor,
+        partial: Tensor,
+        first_id: int,
+    ) -> None:
+        """``partial [R, H] = table[token_ids - first_id]``, zeros for ids that others have, and
+        ``hidden [R, H] = positions[position_ids]``, zeros without positions.
+
+        Args:
+            table: bfloat16 ``[C, H]``, the rows of the ids from ``first_id`` on.
+        """
+        arguments = EmbedShareArguments(
+            token_ids, position_ids, table, positions, hidden, partial, first_id, len(table)
+        )
+        self._kernel.launch((token_ids.shape[0], 1, 1), arguments)

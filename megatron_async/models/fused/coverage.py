@@ -31,15 +31,12 @@ from megatron_async.models.fused.report import (
     PROJECTION,
     Block,
 )
+from megatron_async.models.layers import row_parallel
 from megatron_async.models.layers.attention import PagedSelfAttention
 from megatron_async.models.mamba.layers import AttentionLayer, MambaLayer, MlpLayer
 from megatron_async.models.mamba.mixer import MambaMixer
 from megatron_async.models.mamba.states import kernels_why_not
-from megatron_async.models.spec import (
-    BiasedColumnParallelLinear,
-    BiasedRowParallelLinear,
-    DecoderLayer,
-)
+from megatron_async.models.spec import BiasedColumnParallelLinear, DecoderLayer
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add  # isort: skip
 from megatron.core.models.common.embeddings.language_model_embedding import (  # isort: skip
@@ -58,11 +55,11 @@ _LINEARS = (
     ColumnParallelLinear,
     RowParallelLinear,
     BiasedColumnParallelLinear,
-    BiasedRowParallelLinear,
+    row_parallel.RowParallelLinear,
+    row_parallel.BiasedRowParallelLinear,
 )
 _LAYERS = (DecoderLayer, TransformerLayer, AttentionLayer, MlpLayer, MambaLayer)
 _ALL = {
-    "pipeline_model_parallel_size": (1,),
     "fp32_residual_connection": (False,),
     "layernorm_zero_centered_gamma": (False,),
     "apply_residual_connection_post_layernorm": (False,),
@@ -76,15 +73,25 @@ _MLP: dict[str, tuple[Any, ...]] = {
 all blocks, of attention and of MLPs."""
 
 
-def blocks(model: Any, *, parallel: bool = False, unwanted: str | None = None) -> tuple[Block, ...]:
-    """The blocks of ``model``, and why there is no fused one in their place.
+def blocks(
+    model: Any, *, parallel: bool = False, stages: bool = False, unwanted: str | None = None
+) -> tuple[Block, ...]:
+    """The blocks of ``model``, or of the stage that it is, and why there is no fused one in their
+    place.
 
     Args:
         parallel: the ranks of a tensor-parallel group add their partial sums up.
+        stages: the stages of a pipeline hand hidden states on.
         unwanted: why no block shall be fused.
     """
-    off = unwanted or where.device_why_not(model) or model_why_not(model, parallel=parallel)
-    found = [Block(EMBEDDING, None, off or embedding_why_not(model))]
+    off = (
+        unwanted
+        or where.device_why_not(model)
+        or model_why_not(model, parallel=parallel, stages=stages)
+    )
+    found = []
+    if model.pre_process:
+        found.append(Block(EMBEDDING, None, off or embedding_why_not(model)))
     for layer in model.decoder.layers if hasattr(model.decoder, "layers") else ():
         reason = off or layer_why_not(layer)
         number, has = layer.layer_number, kinds_of(layer)
@@ -95,7 +102,9 @@ def blocks(model: Any, *, parallel: bool = False, unwanted: str | None = None) -
         if MAMBA in has:
             mamba = reason or mamba_why_not(layer, parallel=parallel)
             found.append(Block(MAMBA, number, mamba))
-    return (*found, Block(HEAD, None, off or head_why_not(model)))
+    if model.post_process:
+        found.append(Block(HEAD, None, off or head_why_not(model)))
+    return tuple(found)
 
 
 def kinds_of(layer: Any) -> tuple[str, ...]:
@@ -158,7 +167,7 @@ def projection_why_not(layer: Any, model: Any) -> str | None:
     )
 
 
-def model_why_not(model: Any, *, parallel: bool = False) -> str | None:
+def model_why_not(model: Any, *, parallel: bool = False, stages: bool = False) -> str | None:
     """Why no block of ``model`` can be fused on a GPU that runs the kernels."""
     if type(model.decoder) is not TransformerBlock:
         return f"{type(model.decoder).__name__} is not covered"
@@ -167,6 +176,9 @@ def model_why_not(model: Any, *, parallel: bool = False) -> str | None:
     size = model.config.tensor_model_parallel_size
     if size > 1 and not parallel:
         return f"config tensor_model_parallel_size={size}"
+    size = model.config.pipeline_model_parallel_size
+    if size > 1 and not stages:
+        return f"config pipeline_model_parallel_size={size}"
     return _config_why_not(model.config, _ALL)
 
 
@@ -179,7 +191,7 @@ def embedding_why_not(model: Any) -> str | None:
         return "it has token type embeddings"
     if model.config.hidden_size % STAGE_K:
         return f"a hidden size of {model.config.hidden_size} is not covered"
-    return _vocabulary_why_not(model) or _modules_why_not([embedding])
+    return _modules_why_not([embedding])
 
 
 def head_why_not(model: Any, norm: Any = None) -> str | None:
@@ -195,9 +207,9 @@ def head_why_not(model: Any, norm: Any = None) -> str | None:
     if norm.weight.shape[0] % STAGE_K:
         return f"a hidden size of {norm.weight.shape[0]} is not covered"
     modules = [norm] if head is None else [norm, head]
-    if model.share_embeddings_and_output_weights:
+    if model.share_embeddings_and_output_weights and model.pre_process:
         modules.append(model.embedding.word_embeddings)
-    return _vocabulary_why_not(model) or _modules_why_not(modules)
+    return _modules_why_not(modules)
 
 
 def layer_why_not(layer: Any) -> str | None:
@@ -293,11 +305,6 @@ def _config_why_not(config: Any, plain: dict[str, tuple[Any, ...]]) -> str | Non
         if value not in values:
             return f"config {name}={value!r}"
     return None
-
-
-def _vocabulary_why_not(model: Any) -> str | None:
-    ranks = model.config.tensor_model_parallel_size
-    return None if ranks == 1 else f"its vocabulary is split over {ranks} ranks"
 
 
 def _norm_why_not(norm: Any, linear: Any) -> str:

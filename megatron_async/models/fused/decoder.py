@@ -29,7 +29,7 @@ from megatron_async.kernels.ranks.peer_sum import PeerWords
 from megatron_async.models.fused import coverage
 from megatron_async.models.fused.ahead import Refused, compile_ahead
 from megatron_async.models.fused.blocks.attention_block import AttentionBlock, tokens_of_row
-from megatron_async.models.fused.blocks.embedding import EmbeddingBlock
+from megatron_async.models.fused.blocks.embedding import EmbeddingBlock, SharedEmbeddingBlock
 from megatron_async.models.fused.blocks.gemms import Gemm, SkinnyGemms, Work, defines_of
 from megatron_async.models.fused.blocks.head import HeadBlock
 from megatron_async.models.fused.blocks.mamba_block import MambaBlock
@@ -45,9 +45,21 @@ from megatron_async.models.fused.blocks.modules import (
 from megatron_async.models.fused.blocks.moe_block import ExpertKernels, MoeBlock, is_mixture
 from megatron_async.models.fused.blocks.rank_sums import RankSums
 from megatron_async.models.fused.blocks.residual import AllReduce, Norm, Step, Workspace
-from megatron_async.models.fused.report import ATTENTION, MLP, Block, DecodeCoverage
+from megatron_async.models.fused.blocks.stages import ReceivedBlock, SentBlock, Stages
+from megatron_async.models.fused.report import (
+    ATTENTION,
+    EMBEDDING,
+    HEAD,
+    MLP,
+    Block,
+    DecodeCoverage,
+)
 
-FusedBlock = EmbeddingBlock | AttentionBlock | MlpBlock | MoeBlock | MambaBlock | HeadBlock
+FusedBlock = (
+    EmbeddingBlock | SharedEmbeddingBlock | ReceivedBlock
+    | AttentionBlock | MlpBlock | MoeBlock | MambaBlock
+    | HeadBlock | SentBlock
+)  # fmt: skip
 
 
 class Runs(Protocol):
@@ -97,6 +109,7 @@ class FusedDecoder:
         all_reduce: adds partial sums up over the ranks of a tensor-parallel group, between the
             row-parallel GEMMs and the residual stream; None for one rank.
         words: of that group, with which one kernel does both; None without.
+        stages: this process's place among the stages of the model; None for one stage.
 
     Raises:
         ValueError: no layer has a block that the kernels take.
@@ -108,8 +121,11 @@ class FusedDecoder:
         tilings: Mapping[str, TileConfig] | None = None,
         all_reduce: AllReduce | None = None,
         words: PeerWords | None = None,
+        stages: Stages | None = None,
     ) -> None:
-        self.coverage = DecodeCoverage(coverage.blocks(model, parallel=all_reduce is not None))
+        self.coverage = DecodeCoverage(
+            coverage.blocks(model, parallel=all_reduce is not None, stages=stages is not None)
+        )
         if self.coverage.off is not None:
             raise ValueError(self.coverage.off)
         device: torch.device = next(model.parameters()).device
@@ -120,16 +136,17 @@ class FusedDecoder:
         sums = None
         if all_reduce is not None:
             sums = RankSums(all_reduce, words, model.config.hidden_size, device)
-        self._places = self._places_of(model, device, sums)
+        self._places = self._places_of(model, device, sums, stages)
         self._chosen: dict[tuple[int, int], list[Runs] | None] = {}
 
-    def _places_of(self, model: Any, device: torch.device, sums: RankSums | None) -> list[Place]:
-        first, *inner, last = self.coverage.blocks
+    def _places_of(
+        self, model: Any, device: torch.device, sums: RankSums | None, stages: Stages | None
+    ) -> list[Place]:
         attentions = decode_attention.DecodeAttentions(device)
         experts = ExpertKernels(device, self._gemms.sm_count)
         places: list[Place] = []
         for layer in model.decoder.layers:
-            blocks = tuple(block for block in inner if block.layer == layer.layer_number)
+            blocks = self._blocks_of(layer.layer_number)
             if coverage.layer_why_not(layer) is not None:
                 places.append(Place(blocks, LayerModule(layer), None))
                 continue
@@ -153,13 +170,49 @@ class FusedDecoder:
                         fused = MambaBlock(layer, self._gemms, where)
                     places.append(Place((block,), MambaModule(layer, where), fused))
         like = next((p.fused for p in places if isinstance(p.fused, MlpBlock | MoeBlock)), None)
-        embedding = EmbeddingBlock(model, device, like) if first.reason is None else None
-        head = HeadBlock(model, self._gemms) if last.reason is None else None
-        return [
-            Place((first,), EmbeddingModule(model), embedding),
-            *places,
-            Place((last,), HeadModule(model), head),
-        ]
+        begin, end = self._begin_of(model, device, sums, like), self._end_of(model)
+        if stages is not None and not stages.is_first:
+            received = ReceivedBlock(stages)
+            begin = Place((), received, received)
+        if stages is not None and not stages.is_last:
+            sent = SentBlock(stages)
+            end = Place((), sent, sent)
+        assert begin is not None and end is not None
+        return [begin, *places, end]
+
+    def _blocks_of(self, layer: int | None, *kinds: str) -> tuple[Block, ...]:
+        return tuple(
+            block
+            for block in self.coverage.blocks
+            if block.layer == layer and (not kinds or block.kind in kinds)
+        )
+
+    def _begin_of(
+        self,
+        model: Any,
+        device: torch.device,
+        sums: RankSums | None,
+        like: MlpBlock | MoeBlock | None,
+    ) -> Place | None:
+        """The embedding; None where another stage has it."""
+        blocks = self._blocks_of(None, EMBEDDING)
+        if not blocks:
+            return None
+        fused: FusedBlock | None = None
+        if blocks[0].reason is None and model.config.tensor_model_parallel_size > 1:
+            assert sums is not None
+            fused = SharedEmbeddingBlock(model, device, sums)
+        elif blocks[0].reason is None:
+            fused = EmbeddingBlock(model, device, like)
+        return Place(blocks, EmbeddingModule(model), fused)
+
+    def _end_of(self, model: Any) -> Place | None:
+        """The head; None where another stage has it."""
+        blocks = self._blocks_of(None, HEAD)
+        if not blocks:
+            return None
+        fused = HeadBlock(model, self._gemms) if blocks[0].reason is None else None
+        return Place(blocks, HeadModule(model), fused)
 
     @property
     def has_waiting_grids(self) -> bool:

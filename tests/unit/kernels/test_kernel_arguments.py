@@ -13,7 +13,7 @@ from megatron_async.kernels.attention.decode_attention import AttentionArguments
 from megatron_async.kernels.gemm.skinny_gemm import MmaArguments, SkinnyGemm, WgmmaArguments
 from megatron_async.kernels.gemm.tile_config import NO_NORM, RMS_NORM, STORE, TileConfig
 from megatron_async.kernels.moe.row import RowArguments
-from megatron_async.kernels.norm.embed import EmbedArguments
+from megatron_async.kernels.norm.embed import EmbedArguments, EmbedShareArguments
 from megatron_async.kernels.ranks.peer_sum import PeerSumArguments
 from tests.support import emulator
 from tests.support.cuda_kernels import emulated
@@ -23,6 +23,7 @@ RECORDS: dict[str, Any] = {
     "skinny_gemm_wgmma": WgmmaArguments,
     "attention": AttentionArguments,
     "embed": EmbedArguments,
+    "embed_share": EmbedShareArguments,
     "moe_row": RowArguments,
     "peer_sum": PeerSumArguments,
 }

@@ -22,6 +22,7 @@ from megatron_async.kernels.ranks import peer_sum
 from megatron_async.kernels.ranks.peer_sum import PeerSum, PeerWords
 from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.fused import coverage, where
+from megatron_async.models.fused.blocks.kernel_parameters import output_weight
 from megatron_async.models.fused.decoder import FusedDecoder
 from megatron_async.models.fused.report import ATTENTION, EMBEDDING, HEAD, MLP, DecodeCoverage
 from megatron_async.models.gpt_network import GPTNetwork
@@ -360,9 +361,10 @@ class Ranks:
 
 
 def rank_of(model: Any, config: ModelConfig, rank: int) -> tuple[Any, ModelConfig]:
-    """Half of the heads and half of the MLP; what is not split is whole on either rank."""
+    """Half of the heads, of the MLP and of the vocabulary; the rest is whole on either rank."""
     half = replace(
         config,
+        vocab_size=config.vocab_size // 2,
         num_attention_heads=config.num_attention_heads // 2,
         num_kv_heads=config.num_kv_heads // 2,
         ffn_hidden_size=config.ffn_hidden_size // 2,
@@ -374,11 +376,13 @@ def rank_of(model: Any, config: ModelConfig, rank: int) -> tuple[Any, ModelConfi
             value = whole[name].detach()
             if "linear_fc1" in name and config.activation == "swiglu":
                 value = torch.cat([part.chunk(2)[rank] for part in value.chunk(2)])
-            elif "linear_qkv" in name or "linear_fc1" in name:
+            elif any(part in name for part in ("linear_qkv", "linear_fc1", "word_emb", "output_")):
                 value = value.chunk(2)[rank]
             elif name.endswith(("linear_proj.weight", "linear_fc2.weight")):
                 value = value.chunk(2, dim=1)[rank]
             parameter.copy_(value)
+    share.config.tensor_model_parallel_size, share.vocab_size = 2, config.vocab_size
+    share.embedding.word_embeddings.vocab_start_index = rank * half.vocab_size
     return share, half
 
 
@@ -390,9 +394,9 @@ def rank_of(model: Any, config: ModelConfig, rank: int) -> tuple[Any, ModelConfi
 def test_partial_sums_of_two_ranks_make_the_whole_model(
     device: torch.device, name: str, one_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An all-reduce between each row-parallel GEMM and the residual stream, here of threads; or the
-    kernel that does without."""
-    config = replace(small(name), head_dim=64, ffn_hidden_size=512)
+    """An all-reduce in front of the residual stream, here of threads, behind the embedding and each
+    row-parallel GEMM; or the kernel that does without."""
+    config = replace(small(name), head_dim=64, ffn_hidden_size=512, vocab_size=128)
     model = bfloat16_model(config, device)
     state, ranks = state_of(model), Ranks()
     if device.type == "cpu":
@@ -406,21 +410,31 @@ def test_partial_sums_of_two_ranks_make_the_whole_model(
             launches = torch.zeros(peer_sum.CTAS, dtype=torch.int32, device=device)
             words[rank] = PeerWords(rank, memory, launches, 4096)
 
+    whole, streams = DecodeRig(config, device), ([], [])
+
     def run(rank: int) -> Tensor:
         share, half = rank_of(model, config, rank)
         fused = FusedDecoder(share, all_reduce=ranks.all_reduce(rank), words=words[rank])
         rig = DecodeRig(half, device)
+        rig.tokens = whole.tokens
         assert not fused.covered([rig.rows], rig.context()).fallbacks
+
+        def forward(ids: Tensor, positions: Tensor, context: Any, logits: Tensor) -> None:
+            hidden = logits.new_empty(rig.rows, config.hidden_size)
+            fused.forward(ids, positions, context, logits, hidden)
+            streams[rank].append(hidden)
+
         if device.type == "cpu":
-            return rig.decode(fused.forward)
+            return rig.decode(forward)
         with torch.cuda.stream(torch.cuda.Stream()):
-            return rig.decode(fused.forward)
+            return rig.decode(forward)
 
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(run, range(2))
+        logits = torch.cat(list(pool.map(run, range(2))), dim=2)
+    first, second = (torch.stack(stream) for stream in streams)
     assert first.equal(second), "all ranks have the same residual stream"
-    assert DecodeRig(config, device).error(first, state) < LIMIT
-    assert ranks.sums == 2 * config.num_layers * TOKENS
+    assert whole.error(logits, state) < LIMIT
+    assert ranks.sums == (1 + 2 * config.num_layers) * TOKENS
 
 
 def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,17 +453,50 @@ def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emulator.EmulatedKernel, "launch", lambda self, *v: launch(self, *v))
 
 
-def test_a_sum_over_ranks_takes_split_heads_and_leaves_the_vocabulary_to_modules(
+def test_ranks_that_add_up_and_stages_that_hand_on_have_no_fallbacks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(where, "device_why_not", lambda model: None)
     model = bfloat16_model(small("qwen3"), torch.device("cpu"))
-    monkeypatch.setattr(model.config, "tensor_model_parallel_size", 2)
-    alone = DecodeCoverage(coverage.blocks(model))
-    assert alone.off == "config tensor_model_parallel_size=2"
-    covered = DecodeCoverage(coverage.blocks(model, parallel=True))
-    assert covered.fused(ATTENTION) == covered.fused(MLP) == (1, 2)
-    assert [str(fallback) for fallback in covered.fallbacks] == [
-        "the embedding: its vocabulary is split over 2 ranks",
-        "the head: its vocabulary is split over 2 ranks",
-    ]
+    for size, given in {
+        "tensor_model_parallel_size": {"parallel": True},
+        "pipeline_model_parallel_size": {"stages": True},
+    }.items():
+        with monkeypatch.context() as patched:
+            patched.setattr(model.config, size, 2)
+            assert DecodeCoverage(coverage.blocks(model)).off == f"config {size}=2"
+            covered = DecodeCoverage(coverage.blocks(model, **given))
+            assert not covered.fallbacks
+            assert covered.fused(ATTENTION) == covered.fused(MLP) == (1, 2)
+
+
+class Handed:
+    """A stage of two that run one after the other."""
+
+    def __init__(self, messages: list[Tensor], *, is_last: bool) -> None:
+        self.messages, self.is_first, self.is_last = messages, not is_last, is_last
+
+    def receive_(self, hidden: Tensor) -> Tensor:
+        return hidden.copy_(self.messages.pop(0))
+
+    def send(self, hidden: Tensor) -> None:
+        self.messages.append(hidden.clone())
+
+
+@on_both("name", gpu=((name,) for name in NAMES), small=[("gpt2",), ("qwen3",)])
+def test_stages_hand_the_residual_stream_on(device: torch.device, name: str) -> None:
+    """Two stages of one layer each put out the logits of the whole model."""
+    config = small(name)
+    model = bfloat16_model(config, device)
+    state, rig, messages = state_of(model), DecodeRig(config, device), list[Tensor]()
+    layers = model.decoder.layers
+    model.output_layer.weight = output_weight(model)  # the last stage has its own copy
+    for is_last in (False, True):
+        model.decoder.layers = layers[1:] if is_last else layers[:1]
+        model.pre_process, model.post_process = not is_last, is_last
+        fused = FusedDecoder(model, stages=Handed(messages, is_last=is_last))
+        assert not fused.covered([rig.rows], rig.context()).fallbacks
+        logits = rig.decode(fused.forward)
+        assert bool(logits.any()) == is_last
+        assert len(messages) == (0 if is_last else TOKENS)
+    assert rig.error(logits, state) < LIMIT

@@ -1,4 +1,5 @@
-"""The embedding in one kernel: token and position embeddings, and the first statistics."""
+"""The embedding: token and position embeddings, and the first statistics, in one kernel. Ranks that
+share the vocabulary look up their own part of it, and their sum begins the residual stream."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_async.kernels.gemm.tile_config import LAYER_NORM, STAGE_K
-from megatron_async.kernels.norm.embed import Embed
+from megatron_async.kernels.gemm.tile_config import LAYER_NORM, STAGE_K, padded
+from megatron_async.kernels.norm.embed import Embed, EmbedShare
 from megatron_async.models.fused.blocks.gemms import Work
 from megatron_async.models.fused.blocks.mlp_block import MlpBlock
 from megatron_async.models.fused.blocks.moe_block import MoeBlock
+from megatron_async.models.fused.blocks.rank_sums import RankSums
 from megatron_async.models.fused.blocks.residual import LAYER, Norm, Step
 
 
@@ -67,3 +69,45 @@ class EmbeddingBlock:
     def work(self, rows: int, context: Any, reader: Norm | None) -> Iterator[Work]:
         """Nothing ahead: it is one small kernel."""
         return iter(())
+
+
+class SharedEmbeddingBlock:
+    """The embedding of a vocabulary that several ranks share.
+
+    Args:
+        model: one that ``coverage.embedding_why_not`` has nothing against.
+        sums: over these ranks.
+    """
+
+    norm: Norm | None = None
+
+    def __init__(self, model: Any, device: torch.device, sums: RankSums) -> None:
+        self._embedding, self._sums = model.embedding, sums
+        self._has_positions = model.position_embedding_type == "learned_absolute"
+        self._first_id: int = model.embedding.word_embeddings.vocab_start_index
+        self._kernel = EmbedShare(
+            model.config.hidden_size, positions=self._has_positions, device=device
+        )
+
+    def why_not(self, rows: int, context: Any) -> str | None:
+        """None: it runs for all rows."""
+        return None
+
+    def __call__(self, step: Step, given: Tensor | None, reader: Norm | None) -> Tensor | None:
+        """Begin the residual stream; returns the statistics for the reader."""
+        residual, embedding = step.residual, self._embedding
+        partial = self._sums.partial(residual)
+        self._kernel(
+            step.token_ids,
+            step.position_ids,
+            embedding.word_embeddings.weight,
+            embedding.position_embeddings.weight if self._has_positions else None,
+            residual.hidden,
+            partial,
+            self._first_id,
+        )
+        return self._sums.add(partial, None, residual, reader, LAYER)
+
+    def work(self, rows: int, context: Any, reader: Norm | None) -> Iterator[Work]:
+        """What is compiled for ``rows`` tokens."""
+        return self._sums.work(padded(rows), reader)

@@ -17,7 +17,7 @@ from megatron_async.models.fused.blocks.gemms import Work
 from megatron_async.models.fused.blocks.residual import AllReduce, Norm, Residual
 
 if TYPE_CHECKING:
-    from megatron_async.kernels.ranks.peer_sum import PeerWords
+    from megatron_async.kernels.ranks.peer_sum import PeerSum, PeerWords
 
 
 class RankSums:
@@ -35,8 +35,8 @@ class RankSums:
         hidden_size: int,
         device: torch.device,
     ) -> None:
-        self._all_reduce, self._words, self._hidden_size = all_reduce, words, hidden_size
-        self._kernel = None
+        self._all_reduce = all_reduce
+        self._kernel: PeerSum | None = None
         if words is not None:
             from megatron_async.kernels.ranks.peer_sum import PeerSum
 
@@ -44,11 +44,9 @@ class RankSums:
 
     def why_not(self, rows: int) -> str | None:
         """Why the one kernel does not take padded ``rows``; None if it does."""
-        from megatron_async.kernels.ranks import peer_sum
-
-        if self._words is None:
+        if self._kernel is None:
             return "the ranks do not reach each other's memory"
-        return peer_sum.why_not(self._hidden_size, rows, self._words)
+        return self._kernel.why_not(rows)
 
     def partial(self, residual: Residual) -> Tensor:
         """bfloat16 ``[R, hidden size]``, where a rank leaves its partial sums."""
