@@ -15,11 +15,5 @@ MOE_ROW = True
 LATENT = True
 """Multi-latent attention, in decode steps and in prefill."""
 
-MOE_RANKS = True
-"""Kernels of layers of experts are used where each rank has some experts."""
-
-PEER_SUM = True
-"""Sums over ranks that write into each other's memory."""
-
 REASON = "on trial: it has not run on a GPU yet"
 """Why a block of a model does not run in one of them."""

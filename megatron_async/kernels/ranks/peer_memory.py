@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_async.kernels import trial
 from megatron_async.kernels.ranks import peer_sum
 from megatron_async.kernels.ranks.peer_sum import MOST_RANKS, PeerWords, word_count
 
@@ -44,7 +43,7 @@ def open_words(group: Any, device: torch.device) -> PeerWords | None:
         device: this rank's.
     """
     ranks = dist.get_world_size(group)
-    if ranks == 1 or device.type != "cuda" or not trial.PEER_SUM:
+    if ranks == 1 or device.type != "cuda":
         return None
     own = why_not(ranks, device) or _known_before(group)
     reason = _first_reason(_all_say(group, own, platform.node()))

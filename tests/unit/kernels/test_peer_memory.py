@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async.kernels import trial
 from megatron_async.kernels.gemm.tile_config import RMS_NORM
 from megatron_async.kernels.ranks import peer_memory, peer_sum
 from megatron_async.kernels.ranks.peer_sum import CTAS, PeerWords, word_count
@@ -53,7 +52,6 @@ class Group:
         self.fails: str | None = None
         self.group_name = "1"
         monkeypatch.setattr(peer_memory, "_opened", {})
-        monkeypatch.setattr(trial, "PEER_SUM", True)
         monkeypatch.setattr(peer_sum, "runs_on", lambda device: None)
         monkeypatch.setattr(peer_memory.platform, "node", lambda: "here")
         monkeypatch.setattr(peer_memory, "_meet", self.meet)
@@ -102,9 +100,7 @@ def test_nobody_is_asked_where_there_is_nothing_to_agree_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     group = Group(monkeypatch, [(None, "here")])
-    assert peer_memory.open_words(None, CPU) is None
-    monkeypatch.setattr(trial, "PEER_SUM", False)
-    assert group.open() is None
+    assert peer_memory.open_words(group, CPU) is None
     assert group.asked == 0
 
 

@@ -50,11 +50,9 @@ def experts_why_not(mlp: Any, config: Any) -> str | None:
         return trial.REASON
     if mlp.fc1_latent_proj is not None:
         return "its experts have latent projections"
-    if max(config.tensor_model_parallel_size, config.expert_model_parallel_size) > 1:
-        if getattr(mlp, "ranks", None) is None:
-            return "its experts are split over ranks"
-        if not trial.MOE_RANKS:
-            return f"its experts are split over ranks: {trial.REASON}"
+    is_split = max(config.tensor_model_parallel_size, config.expert_model_parallel_size) > 1
+    if is_split and getattr(mlp, "ranks", None) is None:
+        return "its experts are split over ranks"
     settings = mlp.settings
     if settings.num_experts > _MOST_EXPERTS or settings.top_k > _MOST_CHOSEN:
         return f"{settings.top_k} of {settings.num_experts} experts are not covered"
