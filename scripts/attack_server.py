@@ -240,43 +240,45 @@ TEMPLATES = {
 }
 
 
-def attacks() -> dict[str, Attack]:
-    """Attacks by name; those that need a template of their own stand in :data:`TEMPLATES`."""
-    item = '{"role":"user","content":"a"}'
-    many = ",".join
-    return {
-        "nulls as prompt": posts(COMPLETIONS, completion(prompt=[None] * 3_000_000)),
-        "objects as prompt": posts(COMPLETIONS, completion(prompt=[{}] * 5_000_000)),
-        "a million nulls": posts(COMPLETIONS, completion(prompt=[None] * 1_000_000)),
-        "15 MB of token ids": posts(COMPLETIONS, completion(prompt=[0] * 7_500_000)),
-        "a million token ids": posts(COMPLETIONS, completion(prompt=[0] * 1_000_000)),
-        "15 MB of text": posts(COMPLETIONS, completion(prompt="a," * 7_500_000)),
-        "a million stops": posts(COMPLETIONS, completion(prompt="x", stop=["a"] * 1_000_000)),
-        "biases of text": posts(
-            COMPLETIONS, completion(prompt="x", logit_bias={str(n): "x" for n in range(400_000)})
-        ),
-        "depth": posts(COMPLETIONS, completion(prompt="x")[:-1] + ',"x":' + "[" * 10**7),
-        "500,000 messages": posts(CHATS, '{"messages":[' + many([item] * 500_000) + "]}"),
-        "300,000 messages": posts(CHATS, '{"messages":[' + many([item] * 300_000) + "]}"),
-        "500,000 items": posts(RESPONSES, '{"input":[' + many([item] * 500_000) + "]}"),
-        "many headers": floods(LINE, b"x: %s\r\n" % (b"a" * 1000) * 64),
-        "small headers": floods(LINE, b"a:\r\n" * 16384),
-        "one header": floods(LINE + b"x: ", b"a" * 65536),
-        "one URL": floods(b"GET /", b"a" * 65536),
-        "trailers": floods(
-            LINE + b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n0\r\n", b"x-a: b\r\n" * 8192
-        ),
-        "pipelined GETs": pipelines,
-        "40 bodies together": bodies_together,
-        **{name: posts(CHATS, chat()) for name in TEMPLATES},
-    }
+ITEM = '{"role":"user","content":"a"}'
+TRAILER = LINE + b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n0\r\n"
+ATTACKS: dict[str, Callable[[], Attack]] = {
+    "nulls as prompt": lambda: posts(COMPLETIONS, completion(prompt=[None] * 3_000_000)),
+    "objects as prompt": lambda: posts(COMPLETIONS, completion(prompt=[{}] * 5_000_000)),
+    "a million nulls": lambda: posts(COMPLETIONS, completion(prompt=[None] * 1_000_000)),
+    "15 MB of token ids": lambda: posts(COMPLETIONS, completion(prompt=[0] * 7_500_000)),
+    "a million token ids": lambda: posts(COMPLETIONS, completion(prompt=[0] * 1_000_000)),
+    "15 MB of text": lambda: posts(COMPLETIONS, completion(prompt="a," * 7_500_000)),
+    "a million stops": lambda: posts(COMPLETIONS, completion(prompt="x", stop=["a"] * 1_000_000)),
+    "biases of text": lambda: posts(
+        COMPLETIONS, completion(prompt="x", logit_bias={str(n): "x" for n in range(400_000)})
+    ),
+    "depth": lambda: posts(COMPLETIONS, completion(prompt="x")[:-1] + ',"x":' + "[" * 10**7),
+    "500,000 messages": lambda: posts(CHATS, many("messages", 500_000)),
+    "300,000 messages": lambda: posts(CHATS, many("messages", 300_000)),
+    "500,000 items": lambda: posts(RESPONSES, many("input", 500_000)),
+    "many headers": lambda: floods(LINE, b"x: %s\r\n" % (b"a" * 1000) * 64),
+    "small headers": lambda: floods(LINE, b"a:\r\n" * 16384),
+    "one header": lambda: floods(LINE + b"x: ", b"a" * 65536),
+    "one URL": lambda: floods(b"GET /", b"a" * 65536),
+    "trailers": lambda: floods(TRAILER, b"x-a: b\r\n" * 8192),
+    "pipelined GETs": lambda: pipelines,
+    "40 bodies together": lambda: bodies_together,
+    **{name: lambda: posts(CHATS, chat()) for name in TEMPLATES},
+}
+"""What makes each attack; those that need a template of their own stand in :data:`TEMPLATES`."""
+
+
+def many(field: str, count: int) -> str:
+    """The JSON of a request with so many messages."""
+    return f'{{"{field}":[{",".join([ITEM] * count)}]}}'
 
 
 async def run(names: list[str], seconds: float) -> list[Found]:
     """Run them in order; print the table as it grows."""
     print(TITLE, flush=True)
     found = []
-    for name, attack in attacks().items():
+    for name, attack in ATTACKS.items():
         if names and name not in names:
             continue
         with contextlib.ExitStack() as stack:
@@ -285,7 +287,7 @@ async def run(names: list[str], seconds: float) -> list[Found]:
                 file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "t.jinja"
                 file.write_text(TEMPLATES[name])
                 options = ("--chat-template", str(file))
-            found.append(await measure(name, attack, seconds, options))
+            found.append(await measure(name, attack(), seconds, options))
         print(found[-1].line(), flush=True)
     return found
 
@@ -296,7 +298,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=30.0, help="for each attack")
     parser.add_argument("attack", nargs="*", help="names of the table; by default all")
     options = parser.parse_args(argv)
-    if unknown := set(options.attack) - attacks().keys():
+    if unknown := set(options.attack) - ATTACKS.keys():
         parser.error(f"no such attack: {', '.join(unknown)}")
     found = asyncio.run(run(options.attack, options.seconds))
     return int(any(each.faults() for each in found))
