@@ -27,6 +27,7 @@ import torch
 from balance import LoadBalance
 from corpus import BEGIN, END, VOCAB_SIZE, Corpus, pack, read_corpus
 from report import positions_like, report, validation_loss
+from rounding import STEP, round_to
 from torch import Tensor
 from tqdm import tqdm
 
@@ -247,6 +248,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--tokens-per-batch", type=int, default=65536, help="in validation")
     add("--sample-rows", type=int, default=64)
     add("--sample-tokens", type=int, default=1024)
+    add("--round-to", type=float, default=STEP, help="step of the written weights; 0 is none")
     add("--limit-files", type=int, help="read only so many source files")
     add("--cuda-graph", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
@@ -286,6 +288,7 @@ def main() -> None:
     print(json.dumps(figures), flush=True)
     trainer = Trainer(model, args.batch_size, args.sequence_length, args.balance)
     figures["training"] = train(trainer, corpus, args, start)
+    round_to(model.parameters(), args.round_to)
     # Weights first: a failing evaluation must not cost them.
     save_native(
         args.out, model, config, tokenizer_files=TOKENIZER_FILES, eos_token_ids=[END],
