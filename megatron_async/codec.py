@@ -1,12 +1,14 @@
 """Messages and records as bytes or as plain data, and back, as their types declare.
 
-Types are msgspec's structs, dataclasses and named tuples over Python's own types; several kinds of
-messages are a union of tagged structs. What arrives has the declared fields and types, or is
-refused. Nothing that arrives is executed, and nothing is unpickled.
+Types are msgspec's structs, dataclasses and named tuples over Python's own types and torch's
+dtypes, which go by their names; several kinds of messages are a union of tagged structs. What
+arrives has the declared fields and types, or is refused. Nothing that arrives is executed, and
+nothing is unpickled.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -16,11 +18,29 @@ T = TypeVar("T")
 
 
 def _own(value: Any) -> Any:
-    """Return what is of a subclass of Python's own types, such as numpy's float64, as of those."""
+    """Return what is of a subclass of Python's own types, such as numpy's float64, as of those; and
+    a dtype of torch as its name."""
     for kind in (str, int, float):
         if isinstance(value, kind):
             return kind(value)
+    torch = sys.modules.get("torch")  # processes without it have no dtypes
+    if torch is not None and isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
     raise TypeError(f"an object of type {type(value).__name__} is no data that is sent or written")
+
+
+def _typed(kind: type, data: Any) -> Any:
+    """The inverse of :func:`_own` for a dtype; msgspec knows all other types of messages.
+
+    Raises:
+        ValueError: the data is no dtype's name.
+    """
+    import torch  # only a type that has dtypes comes here
+
+    found = getattr(torch, data, None) if kind is torch.dtype and isinstance(data, str) else None
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{data!r} is no {kind.__module__}.{kind.__name__}")
+    return found
 
 
 encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder(enc_hook=_own).encode
@@ -54,7 +74,7 @@ class Codec(Generic[T]):
 
     def __init__(self, kinds: Any) -> None:
         self.encode: Callable[[T], bytes] = encode
-        self._decode = msgspec.msgpack.Decoder(kinds).decode
+        self._decode = msgspec.msgpack.Decoder(kinds, dec_hook=_typed).decode
 
     def decode(self, data: bytes | memoryview) -> T:
         """The inverse of :attr:`encode`, from any thread.
@@ -84,4 +104,4 @@ def from_plain(data: Any, kind: Any) -> Any:
     Raises:
         ValueError: it is none; says what is wrong where.
     """
-    return msgspec.convert(data, kind, str_keys=True)
+    return msgspec.convert(data, kind, str_keys=True, dec_hook=_typed)

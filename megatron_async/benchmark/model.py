@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from megatron_async.build.model import check_same_vocabulary, config_of, loading_fields
-from megatron_async.build.ranks import start_ranks
+from megatron_async.build.model import check_same_vocabulary, config_of
+from megatron_async.build.ranks import config_of_ranks, start_ranks
 from megatron_async.checkpoint import load_pretrained
 from megatron_async.cli.options.options import PARALLEL_SIZES
 from megatron_async.config.engine_config import EngineConfig
@@ -123,7 +123,7 @@ def load_benchmark_model(
         pretrained = None
     else:
         if group is not None:
-            group.tell(LoadModel(args.model or "tiny", loading_fields(engine_config)))
+            group.tell(LoadModel(args.model or "tiny", config_of_ranks(engine_config)))
         pretrained = load_pretrained(args.model or "tiny", device=device, dtype=dtype)
         name, config, model = pretrained.name, pretrained.config, pretrained.model
     if longest > config.max_sequence_length:
@@ -133,8 +133,7 @@ def load_benchmark_model(
         if dtype is None:
             dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         if group is not None:
-            said = str(dtype).removeprefix("torch.")
-            group.tell(BuildModel(config.to_dict(), said, seed))
+            group.tell(BuildModel(config, dtype, seed))
         model = build_random_model(config, device=device, dtype=dtype, seed=seed)
     network, draft = GPTNetwork(model), None
     if group is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_async.build.ranks import start_ranks
+from megatron_async.build.ranks import config_of_ranks, start_ranks
 from megatron_async.checkpoint import Pretrained, describe_pretrained, load_pretrained
 from megatron_async.checkpoint.path import model_directory, random_shape
 from megatron_async.config.engine_config import EngineConfig, check_config
@@ -41,7 +41,7 @@ def load_model(path: str | Path, config: EngineConfig) -> ServedModel:
         from megatron_async.ranks.messages import LoadModel
         from megatron_async.ranks.start import device_of_rank
 
-        group.tell(LoadModel(str(path), loading_fields(config)))
+        group.tell(LoadModel(str(path), config_of_ranks(config)))
         model = load_share(path, config, device_of_rank(device.type))
         group.await_answers()
     except BaseException:
@@ -116,12 +116,6 @@ def for_config(model: ServedModel, config: EngineConfig) -> ServedModel:
         draft=None if draft is None else over(draft),
         sampling_defaults=model.sampling_defaults if config.generation_config else None,
     )
-
-
-def loading_fields(config: EngineConfig) -> dict[str, Any]:
-    """Fields for the other ranks, each of which has a device of its own, and records nothing."""
-    device = None if config.device is None else torch.device(config.device).type
-    return dataclasses.asdict(dataclasses.replace(config, record=None)) | {"device": device}
 
 
 def check_same_vocabulary(config: ModelConfig, tokenizer: Any, drafting: Pretrained) -> None:

@@ -8,12 +8,12 @@ import torch
 
 from megatron_async.build.model import for_config, load_share, network_over
 from megatron_async.build.runner import open_runner
-from megatron_async.build.spec_dict import spec_from_dict
+from megatron_async.build.spec import EngineSpec
+from megatron_async.codec import Codec
 from megatron_async.config.engine_config import EngineConfig
 from megatron_async.device.protocol import Device
 from megatron_async.engine.lifecycle.sleep_mode import Memory
 from megatron_async.models.build import build_random_model
-from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.served import ServedModel
 from megatron_async.ranks.messages import (
     AwaitTensors,
@@ -26,6 +26,8 @@ from megatron_async.ranks.messages import (
 from megatron_async.ranks.new_weights import await_tensors
 from megatron_async.ranks.start import device_of_rank
 from megatron_async.runner.model_runner import ModelRunner
+
+SPECS: Codec[EngineSpec] = Codec(EngineSpec)
 
 
 class RankModel:
@@ -48,17 +50,18 @@ class RankModel:
 
     def load(self, message: LoadModel) -> None:
         """See :class:`LoadModel`."""
-        self._given = load_share(message.path, EngineConfig(**message.config), self._device)
+        self._given = load_share(message.path, message.config, self._device)
 
     def make(self, message: BuildModel) -> None:
         """See :class:`BuildModel`."""
-        config, dtype = ModelConfig.from_dict(message.model), getattr(torch, message.dtype)
-        made = build_random_model(config, device=self._device, dtype=dtype, seed=message.seed)
+        made = build_random_model(
+            message.model, device=self._device, dtype=message.dtype, seed=message.seed
+        )
         self._given = ServedModel(network=network_over(made, EngineConfig()))
 
     def build(self, message: BuildEngine) -> tuple[Device, ModelRunner]:
         """See :class:`BuildEngine`."""
-        spec = spec_from_dict(message.spec)
+        spec = SPECS.decode(message.spec)
         model = for_config(self._model, spec.config)
         device, batch, runner = open_runner(spec, model, self._device)
         self._memory[message.engine] = Memory(batch.cache.regions, model.weights_region)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -22,6 +23,13 @@ from megatron_async.runner.model_runner import Progress
 
 if TYPE_CHECKING:
     from megatron_async.ranks.group import RankGroup
+
+
+def config_of_ranks(config: EngineConfig) -> EngineConfig:
+    """The configuration of the other ranks: each has a device of its own, and records and publishes
+    nothing."""
+    device = None if config.device is None else torch.device(config.device).type
+    return dataclasses.replace(config, device=device, record=None, kv_events_config=None)
 
 
 def start_ranks(
@@ -67,12 +75,13 @@ def open_on_all_ranks(
     group = model.group
     if group is None:
         return open_here()
-    from megatron_async.build.spec_dict import spec_to_dict
+    from megatron_async.codec import encode
     from megatron_async.ranks.leader import LeadingRunner
     from megatron_async.ranks.messages import BuildEngine
 
     number = group.next_engine()
-    group.tell(BuildEngine(number, spec_to_dict(spec)))
+    told = dataclasses.replace(spec, config=config_of_ranks(spec.config))
+    group.tell(BuildEngine(number, encode(told)))
     opened = open_here(make=partial(LeadingRunner, group=group, engine=number))
     group.await_answers()
     return opened

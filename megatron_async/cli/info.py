@@ -125,13 +125,13 @@ def _of_model(model: str) -> dict[str, Any]:
     the layers of multi-token prediction draft; and what an engine of the defaults would be."""
     from megatron_async.build.model import load_model
     from megatron_async.build.spec import EngineSpec
-    from megatron_async.build.spec_dict import spec_to_dict
+    from megatron_async.codec import to_plain
     from megatron_async.config.engine_config import EngineConfig
     from megatron_async.models.description.features import features
 
     served = load_model(model, EngineConfig())
     network: Any = served.network
-    engine = spec_to_dict(EngineSpec.of(served, EngineConfig(), network.device.type))
+    engine = to_plain(EngineSpec.of(served, EngineConfig(), network.device.type))
     spec, config = network.kv_cache_spec, network.model.model_config
     assert config is not None
     return {

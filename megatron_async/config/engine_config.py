@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from megatron_async.config.kv_events import KVEventsConfig, kv_events_config
 from megatron_async.config.testing_options import TestingOptions, as_testing_options
@@ -190,7 +188,7 @@ class EngineConfig:
     num_cuda_graphs: int | None = None
     enable_sampling_extras: bool = True
     capture_mixed_steps: bool = True
-    kv_events_config: KVEventsConfig | Mapping[str, Any] | None = None
+    kv_events_config: KVEventsConfig | None = None
     enable_sleep_mode: bool = False
     device: str | None = None
     tensor_model_parallel_size: int = 1

@@ -8,8 +8,11 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import msgspec
+import torch
 
 from megatron_async.codec import Codec
+from megatron_async.config.engine_config import EngineConfig
+from megatron_async.models.description.config import ModelConfig
 from megatron_async.step.plan import Plan
 
 
@@ -20,27 +23,28 @@ class Told(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknow
 
 
 class LoadModel(Told, frozen=True):
-    """Load this rank's share of a model. ``config`` are the fields of an ``EngineConfig``."""
+    """Load this rank's share of a model."""
 
     path: str
-    config: dict[str, Any]
+    config: EngineConfig
     is_answered: ClassVar[bool] = True
 
 
 class BuildModel(Told, frozen=True):
-    """Make a model with random weights: the fields of a ``ModelConfig``, and torch's dtype."""
+    """Make a model with random weights."""
 
-    model: dict[str, Any]
-    dtype: str
+    model: ModelConfig
+    dtype: torch.dtype
     seed: int
     is_answered: ClassVar[bool] = True
 
 
 class BuildEngine(Told, frozen=True):
-    """Make the runner of engine ``engine`` over the model: the fields of an ``EngineSpec``."""
+    """Make the runner of engine ``engine`` over the model. ``spec`` is an encoded ``EngineSpec``,
+    which only those know that build."""
 
     engine: int
-    spec: dict[str, Any]
+    spec: bytes
     is_answered: ClassVar[bool] = True
 
 

@@ -27,8 +27,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
-from megatron_async.build.model import load_share, loading_fields
+from megatron_async.build.model import load_share
 from megatron_async.build.rank_process import follow
+from megatron_async.build.ranks import config_of_ranks
 from megatron_async.checkpoint.path import model_directory
 from megatron_async.config.engine_config import EngineConfig
 from megatron_async.engine.engine import DynamicInferenceEngine
@@ -227,7 +228,7 @@ def engine_over(
     group: RankGroup | None = None
     if layout.world_size > 1:
         group = lead(layout, cpu, store, layout.world_size)
-        group.tell(LoadModel(str(path), loading_fields(config)))
+        group.tell(LoadModel(str(path), config_of_ranks(config)))
     model = load_share(path, config, cpu)
     if group is not None:
         group.await_answers()

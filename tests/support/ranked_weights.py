@@ -25,9 +25,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
-from megatron_async.build.model import load_share, loading_fields
+from megatron_async.build.model import load_share
 from megatron_async.build.rank_model import RankModel
 from megatron_async.build.rank_process import follow
+from megatron_async.build.ranks import config_of_ranks
 from megatron_async.config.engine_config import EngineConfig
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.lifecycle.sleep_mode import KV_CACHE, WEIGHTS
@@ -65,7 +66,7 @@ def engine_over(path: Path, layout: Layout, store: dist.Store) -> Iterator[Dynam
     group: RankGroup | None = None
     if layout.world_size > 1:
         group = lead(layout, cpu, store, layout.world_size)
-        group.tell(LoadModel(str(path), loading_fields(CONFIG)))
+        group.tell(LoadModel(str(path), config_of_ranks(CONFIG)))
     model = load_share(path, CONFIG, cpu)
     if group is not None:
         group.await_answers()

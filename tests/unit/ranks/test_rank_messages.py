@@ -9,6 +9,7 @@ import pytest
 from msgspec.msgpack import encode as msgpack
 
 from megatron_async.config.engine_config import EngineConfig
+from megatron_async.config.testing_options import TestingOptions
 from megatron_async.errors import ConfigError, IntegrityError
 from megatron_async.ranks import messages
 from megatron_async.ranks.channel import RingReceiver, RingSender
@@ -30,6 +31,7 @@ EXTRAS = Extras(
     log_probs=1, min_p=0.1, stop_ids=(3, 4), bias=((5, -1.5),), allowed=(1, 2), banned=(9,),
     bad_words=((1, 2), (3, 4, 5)), guided=True,
 )  # fmt: skip
+COSTS = TestingOptions(speculative_step_costs=((1, 1, 0.5),))
 VALUES = (0, 30, 0, (2, -1), 1.25, 0, 0.5, -(2**63))
 PLAN = Plan(
     7,
@@ -55,9 +57,7 @@ PLAN = Plan(
         messages.Launch(1, Plan(0, RowMap((0,), (0,), (0,)), 1, ())),
         messages.Sample(1, 7),
         messages.Masks(1, bytes(range(256)) * 3),
-        messages.LoadModel(
-            "tiny\0\n", {"depth": None, "testing": {"speculative_step_costs": [[1, 2, 0.5]]}}
-        ),
+        messages.LoadModel("tiny\0\n", EngineConfig(depth=2, testing=COSTS)),
         messages.PoisonFreed(1, [4, 5], []),
         messages.AwaitTensors([["decoder.weight", "bfloat16", [2, 3]]], True),
         messages.WakeUp(1, "kv_cache"),
