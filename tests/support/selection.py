@@ -49,6 +49,8 @@ QUICK = (
     "test_output_processor.py",
     "test_paged_forward.py",
     "test_rank_messages.py",
+    "test_foreign_recordings.py",
+    "test_recordings.py",
     "test_replay.py",
     "test_replicas.py",
     "test_rights.py",
