@@ -17,14 +17,11 @@ from megatron_async.benchmark.measuring.one_rank import ONE_RANK
 from megatron_async.cli.options.options import (
     PARALLEL_SIZES,
     PROGRAM,
-    SEED,
     add_benchmark_model_options,
     add_parallel_options,
-    integer,
-    number,
-    several,
 )
 from megatron_async.cli.options.server_keys import KEY_VARIABLE
+from megatron_async.cli.options.values import SEED, integer, number, several
 from megatron_async.cli.output.output_file import OutputFile
 from megatron_async.config.engine_config import (
     DEFAULT_RANK_TIMEOUT_SECONDS,

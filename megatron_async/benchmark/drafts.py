@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from megatron_async.cli.options.options import integer, number, several
+from megatron_async.cli.options.values import integer, number, several
 from megatron_async.config.engine_config import MAX_DRAFTS, SPECULATIVE_METHODS, EngineConfig
 from megatron_async.config.testing_options import TestingOptions
 from megatron_async.engine.metrics import EngineCounters, acceptance

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron_async import megatron_compat as compat
+from megatron_async.benchmark.decode_workload import DecodeWorkload
 from megatron_async.benchmark.drafts import all_drafts, described
 from megatron_async.benchmark.measuring.baselines import measure_baselines
 from megatron_async.benchmark.measuring.engines import (
@@ -27,7 +28,8 @@ from megatron_async.benchmark.measuring.loads import Load, RaggedLoad
 from megatron_async.benchmark.measuring.one_rank import ONE_RANK, measure_one_rank
 from megatron_async.benchmark.model import BenchmarkModel, load_benchmark_model
 from megatron_async.benchmark.progress import Progress
-from megatron_async.benchmark.workloads import DecodeWorkload, RaggedWorkload, Workload
+from megatron_async.benchmark.ragged_workload import RaggedWorkload
+from megatron_async.benchmark.workloads import Workload
 from megatron_async.config.engine_config import EngineConfig
 from megatron_async.device import resolve_device
 from megatron_async.device.bandwidth import copy_bandwidth

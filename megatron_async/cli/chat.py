@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_async.cli.options import options
+from megatron_async.cli.options.values import SEED, integer, number
 from megatron_async.engine.stepping.drive import drive
 from megatron_async.errors import ConfigError, RequestError
 from megatron_async.sampling_params import SamplingParams
@@ -27,10 +28,10 @@ def add_command(commands: Any) -> None:
     add = parser.add_argument_group("conversation").add_argument
     add("--system", default="", metavar="TEXT", help="what the system says at first")
     add("--chat-template", metavar="FILE", help="a Jinja template in place of the model's own")
-    add("--max-new-tokens", type=options.integer(1), default=512, metavar="N", help="of an answer")
-    add("--temperature", type=options.number(0), default=0.7, metavar="T", help="default: 0.7")
-    add("--top-p", type=options.number(0, 1), default=0.95, metavar="P", help="default: 0.95")
-    add("--seed", type=options.SEED, default=0, metavar="S", help="default: 0")
+    add("--max-new-tokens", type=integer(1), default=512, metavar="N", help="of an answer")
+    add("--temperature", type=number(0), default=0.7, metavar="T", help="default: 0.7")
+    add("--top-p", type=number(0, 1), default=0.95, metavar="P", help="default: 0.95")
+    add("--seed", type=SEED, default=0, metavar="S", help="default: 0")
     options.add_model_options(parser)
     options.add_scheduling_options(parser, default="on")
     options.add_engine_options(parser, max_requests=1)

@@ -7,6 +7,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.cli.options import options
+from megatron_async.cli.options.values import SEED, integer
 from megatron_async.errors import ConfigError
 from megatron_async.sampling_params import SamplingParams
 
@@ -34,8 +35,8 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser("demo", help=said, description=_DESCRIPTION)
     parser.set_defaults(run=run)
     add = parser.add_argument_group("sampling").add_argument
-    add("--max-new-tokens", type=options.integer(1), default=320, metavar="N", help="default: 320")
-    add("--seed", type=options.SEED, default=0, metavar="S", help="of the samples (default: 0)")
+    add("--max-new-tokens", type=integer(1), default=320, metavar="N", help="default: 320")
+    add("--seed", type=SEED, default=0, metavar="S", help="of the samples (default: 0)")
     options.add_model_options(parser)
     options.add_scheduling_options(parser, default="on")
     options.add_engine_options(parser)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_async.cli.options import options
 from megatron_async.cli.options.prompts import Job, read_jobs
+from megatron_async.cli.options.sampling import SAMPLING, STRUCTURES, add_sampling_options
+from megatron_async.cli.options.values import integer
 from megatron_async.errors import RequestError
 from megatron_async.sampling_params import SamplingParams
 
@@ -47,7 +49,7 @@ def add_command(commands: Any) -> None:
     )
     add("--prompt-file", action="append", default=[], metavar="FILE", help=said)
     said = "the first N prompts of each file alone"
-    add("--prompt-file-num-truncate", type=options.integer(1), metavar="N", help=said)
+    add("--prompt-file-num-truncate", type=integer(1), metavar="N", help=said)
     said = "lines of megatron-core's files say how many tokens to generate, in a field of theirs"
     add("--num-tokens-from-file", action="store_true", help=said)
     said = (
@@ -61,7 +63,7 @@ def add_command(commands: Any) -> None:
     said = "write the run to FILE; `megatron-async replay FILE` repeats it"
     add("--record", metavar="FILE", help=said)
     options.add_model_options(parser)
-    options.add_sampling_options(parser)
+    add_sampling_options(parser)
     options.add_scheduling_options(parser, default="off")
     options.add_engine_options(parser)
 
@@ -122,8 +124,8 @@ def _submit(
 def _sampling_params(
     engine: DynamicInferenceEngine, args: argparse.Namespace, job: Job
 ) -> SamplingParams:
-    own = options.STRUCTURES if any(name in job.sampling for name in options.STRUCTURES) else ()
-    values = {n: vars(args)[n] for n in options.SAMPLING if n not in ("seed", *own)} | job.sampling
+    own = STRUCTURES if any(name in job.sampling for name in STRUCTURES) else ()
+    values = {n: vars(args)[n] for n in SAMPLING if n not in ("seed", *own)} | job.sampling
     defaults = engine.model.sampling_defaults or {}
     if values["max_new_tokens"] is None:
         values["max_new_tokens"] = defaults.get("num_tokens_to_generate")
@@ -135,7 +137,7 @@ def _sampling_params(
         values["max_new_tokens"] = max(1, min(DEFAULT_MAX_NEW_TOKENS, room))
     given = {k: value for k, value in values.items() if value is not None and value is not False}
     given = {k: v for k, v in defaults.items() if k != "num_tokens_to_generate"} | given
-    structure = {k.removesuffix("_schema"): given.pop(k) for k in options.STRUCTURES if k in given}
+    structure = {k.removesuffix("_schema"): given.pop(k) for k in STRUCTURES if k in given}
     several = [given.get(name, 1) for name in ("n", "best_of")] != [1, 1]
     sampled = several or any(map(given.get, ("top_k", "top_p", "min_p")))
     given.setdefault("temperature", 1.0 if sampled else 0.0)

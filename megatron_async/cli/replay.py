@@ -12,9 +12,9 @@ from megatron_async.cli.options.options import (
     PARALLEL_SIZES,
     add_model_options,
     add_parallel_options,
-    integer,
     load_engine,
 )
+from megatron_async.cli.options.values import integer
 from megatron_async.errors import ConfigError
 
 if TYPE_CHECKING:

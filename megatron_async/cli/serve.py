@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_async.cli.options import options
 from megatron_async.cli.options.server_keys import ADMIN_KEY_VARIABLE, KEY_VARIABLE, keys_of
+from megatron_async.cli.options.values import integer, json_object, number
 from megatron_async.cli.serve_replicas import add_replica_options, check_replica_options
 from megatron_async.serving.engine_side.stall_watch import STALL_SECONDS
 
@@ -40,7 +41,7 @@ def add_command(commands: Any) -> None:
     seconds: dict[str, Any] = {"metavar": "S"}
     add("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
     said = "0 takes a free one (default: 5000)"
-    add("--port", type=options.integer(0, 65535), default=5000, help=said)
+    add("--port", type=integer(0, 65535), default=5000, help=said)
     said = "what clients call the model (default: --model as given)"
     add("--served-model-name", **several, metavar="NAME", help=said)
     said = f"clients must send one of these keys (default: those in {KEY_VARIABLE}, if any, with "
@@ -52,32 +53,32 @@ def add_command(commands: Any) -> None:
     said += f"(default: those in {ADMIN_KEY_VARIABLE}; without any, clients with a key may)"
     add("--admin-api-key", **several, metavar="KEY", help=said)
     said = "sequences that may wait beyond those that run; more are answered 429 (default: 1024)"
-    add("--max-queue", type=options.integer(0), default=1024, metavar="N", help=said)
+    add("--max-queue", type=integer(0), default=1024, metavar="N", help=said)
     said = "end a request after S seconds, with the text that it has (default: never)"
-    add("--request-timeout", type=options.number(0, above=True), **seconds, help=said)
+    add("--request-timeout", type=number(0, above=True), **seconds, help=said)
     said = "what requests are given to end when the server is stopped (default: 30)"
-    add("--shutdown-timeout", type=options.number(0), default=30.0, **seconds, help=said)
+    add("--shutdown-timeout", type=number(0), default=30.0, **seconds, help=said)
     said = "processes that answer HTTP, all at the same port (default: 1)"
-    count = options.integer(1, MAX_API_SERVERS)
+    count = integer(1, MAX_API_SERVERS)
     add("--api-server-count", type=count, default=1, metavar="N", help=said)
     said = "times within ten minutes that a process of the server is started again (default: 3)"
-    add("--max-restarts", type=options.integer(0), default=3, metavar="N", help=said)
+    add("--max-restarts", type=integer(0), default=3, metavar="N", help=said)
     said = "/health is 503 when requests have waited for S seconds without a step of the engine, "
     said += "and for nothing that is known (default: 60)"
-    stall = options.number(0, above=True)
+    stall = number(0, above=True)
     add("--stall-seconds", type=stall, default=STALL_SECONDS, **seconds, help=said)
     said = "answer 503 when the engine's process cannot be had any more (default: exit with 1)"
     add("--keep-alive-on-engine-death", action="store_true", help=said)
     said = "web pages that may call the server; * is all (default: none)"
     add("--allow-origin", **several, metavar="ORIGIN", help=said)
     said = "largest body of a request (default: 16)"
-    add("--max-body-mib", type=options.integer(1), default=16, metavar="N", help=said)
+    add("--max-body-mib", type=integer(1), default=16, metavar="N", help=said)
     said = "send a trace of each request to this OTLP collector, as in "
     said += "http://localhost:4318/v1/traces (default: as the OTEL_* variables say, else none)"
     add("--otlp-traces-endpoint", metavar="URL", help=said)
     said = "publish which blocks the prefix cache knows, by ZeroMQ as vLLM does, as in "
     said += '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"} (default: no)'
-    add("--kv-events-config", type=options.json_object, metavar="JSON", help=said)
+    add("--kv-events-config", type=json_object, metavar="JSON", help=said)
     add("--chat-template", metavar="FILE", help="a Jinja template instead of the model's own")
     said = "how the model writes tool calls (default: as its chat template says)"
     add("--tool-call-format", choices=("hermes", "llama3"), help=said)

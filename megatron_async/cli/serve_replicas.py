@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from megatron_async.cli.options import options
+from megatron_async.cli.options.values import integer, number
 from megatron_async.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,22 +31,22 @@ DEFAULTS = {
 def add_replica_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of several engines."""
     add = parser.add_argument_group("replicas").add_argument
-    count = options.integer(1, MAX_REPLICAS)
+    count = integer(1, MAX_REPLICAS)
     said = "run N engines by Ray Serve behind this server (default: one engine without Ray)"
     add("--replicas", type=count, metavar="N", help=said)
     said = "start up to N as requests queue up, and end them again (default: always --replicas)"
     add("--max-replicas", type=count, metavar="N", help=said)
     said = "sequences at each that autoscaling aims at (default: as many as run at the same time)"
-    number = options.number(0, above=True)
-    add("--replica-target-requests", type=number, metavar="X", help=said)
+    target = number(0, above=True)
+    add("--replica-target-requests", type=target, metavar="X", help=said)
     said = "times that a request of which nothing was sent yet is tried again when its replica has "
     said += "died; 0 answers 503 at once (default: 1)"
-    add("--replica-retries", type=options.integer(0), default=1, metavar="N", help=said)
+    add("--replica-retries", type=integer(0), default=1, metavar="N", help=said)
     said = "sequences that a replica may have more than another one and still gets requests for "
     said += "the prefixes that it has cached (default: 8)"
-    add("--replica-most-extra", type=options.integer(0), default=8, metavar="N", help=said)
+    add("--replica-most-extra", type=integer(0), default=8, metavar="N", help=said)
     said = "GPUs of each, as Ray counts them (default: one, where there are any)"
-    add("--replica-gpus", type=options.number(0), metavar="X", help=said)
+    add("--replica-gpus", type=number(0), metavar="X", help=said)
     said = "a Ray cluster to run them on, as in HOST:6379 or auto (default: this machine alone)"
     add("--ray-address", metavar="ADDRESS", help=said)
 

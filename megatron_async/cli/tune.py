@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_async.cli.options.options import integer, several
+from megatron_async.cli.options.values import integer, several
 from megatron_async.cli.output.table import format_table
 from megatron_async.errors import ConfigError
 from megatron_async.kernels.gemm.tile_config import (

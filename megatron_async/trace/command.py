@@ -7,7 +7,8 @@ import json
 from typing import Any
 
 from megatron_async.benchmark.drafts import add_drafting_options, resolve_drafts
-from megatron_async.cli.options.options import add_benchmark_model_options, integer
+from megatron_async.cli.options.options import add_benchmark_model_options
+from megatron_async.cli.options.values import integer
 from megatron_async.cli.output.output_file import OutputFile
 from megatron_async.cli.output.progress import progress_bar
 from megatron_async.config.engine_config import DEFAULT_ASYNC_DEPTH, MAX_DEPTH, MAX_REQUESTS

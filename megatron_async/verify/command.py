@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.cli.options import options
+from megatron_async.cli.options.values import SEED, integer, several
 from megatron_async.config.engine_config import MAX_DEPTH, EngineConfig
 from megatron_async.errors import ConfigError
 from megatron_async.verify.scenarios import (
@@ -50,7 +51,7 @@ _NEAR_TIES = (
 
 
 def _depths(text: str) -> list[int]:
-    depths: list[int] = options.several(options.integer(0, MAX_DEPTH))(text)
+    depths: list[int] = several(integer(0, MAX_DEPTH))(text)
     if not any(depths):
         none = f"{text!r} has no depth above 0 to compare with serial decoding"
         raise argparse.ArgumentTypeError(f"{none}; use 0,1")
@@ -79,9 +80,9 @@ def add_command(commands: Any) -> None:
     said = "name and describe the scenarios, and end"
     add("--list-scenarios", action="store_true", help=said)
     said = f"requests of {RANDOM} (default: 24)"
-    add("--requests", type=options.integer(1), default=24, metavar="N", help=said)
+    add("--requests", type=integer(1), default=24, metavar="N", help=said)
     said = "of prompts and sampling (default: 0)"
-    add("--seed", type=options.SEED, default=0, metavar="S", help=said)
+    add("--seed", type=SEED, default=0, metavar="S", help=said)
     said = "depths to compare with depth 0, which always runs (default: 0,1,2,4); scenarios other "
     said += f"than {RANDOM} are made for at most {MAX_SCENARIO_DEPTH}"
     add("--depths", type=_depths, default=[0, 1, 2, 4], metavar="D,D", help=said)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async.benchmark import runner, workloads
+from megatron_async.benchmark import decode_workload, runner
 from megatron_async.benchmark.measuring import engines, loads
 from megatron_async.benchmark.measuring.engines import make_engine
 from megatron_async.benchmark.measuring.loads import Load
@@ -277,7 +277,7 @@ def test_requests_are_sampled_as_asked(capsys: Capture) -> None:
 def test_a_failed_batch_is_marked_and_the_others_are_measured(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    make = workloads.make_engine
+    make = decode_workload.make_engine
 
     def make_small(model: BenchmarkModel, batch_size: int, *args: Any, **kwargs: Any) -> Any:
         if batch_size == 2:
@@ -288,7 +288,7 @@ def test_a_failed_batch_is_marked_and_the_others_are_measured(
             raise CacheTooLargeError("device cpu has 1.0 GiB")
         return make(model, batch_size, *args, **kwargs)
 
-    monkeypatch.setattr(workloads, "make_engine", make_small)
+    monkeypatch.setattr(decode_workload, "make_engine", make_small)
     path = tmp_path / "report.json"
     options = ("--batch-sizes", "2,3,4,1", "--depths", "0", "--rounds", "1", "--json", str(path))
     assert main(["bench", *SMALL, *options]) == 1
@@ -324,7 +324,7 @@ def test_a_batch_that_never_decodes_together_leaves_the_others(
 def test_a_run_that_is_cut_off_shows_what_it_measured(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    make = workloads.make_engine
+    make = decode_workload.make_engine
 
     def make_until_cut_off(
         model: BenchmarkModel, batch_size: int, depth: int, *args: Any, **kwargs: Any
@@ -333,7 +333,7 @@ def test_a_run_that_is_cut_off_shows_what_it_measured(
             signal.raise_signal(signal.SIGTERM)
         return make(model, batch_size, depth, *args, **kwargs)
 
-    monkeypatch.setattr(workloads, "make_engine", make_until_cut_off)
+    monkeypatch.setattr(decode_workload, "make_engine", make_until_cut_off)
     path = tmp_path / "report.json"
     options = ("--batch-sizes", "1,2", "--depths", "0,1", "--rounds", "1", "--json", str(path))
     assert main(["bench", *SMALL, *options]) == 130

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_async.cli.main import main
-from megatron_async.cli.options.options import SAMPLING, STRUCTURES
 from megatron_async.cli.options.prompts import Job
+from megatron_async.cli.options.sampling import SAMPLING, STRUCTURES
 from megatron_async.cli.output.writers import JsonWriter
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.requests.siblings import sibling_seed

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import json
 import logging
-import math
 import os
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from megatron_async.cli.options.values import asynchronous, graph_count, integer, number
 from megatron_async.config.engine_config import (
     DEFAULT_ASYNC_DEPTH,
     DEFAULT_RANK_TIMEOUT_SECONDS,
@@ -26,7 +23,6 @@ from megatron_async.config.engine_config import (
 )
 from megatron_async.errors import ConfigError, legible
 from megatron_async.models.description.shapes import SHAPES
-from megatron_async.request.parameter_ranges import INTEGERS, NUMBERS
 
 if TYPE_CHECKING:
     from megatron_async.engine.engine import DynamicInferenceEngine
@@ -44,79 +40,6 @@ class OneLineErrorParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with status 2."""
         self.exit(2, f"{PROGRAM}: error: {legible(message)} (see {self.prog} --help)\n")
-
-
-def integer(low: int, high: int | None = None) -> Callable[[str], int]:
-    """Converts an argument to an integer in a range."""
-    bounds = f"of at least {low}" if high is None else f"between {low} and {high}"
-
-    def convert(text: str) -> int:
-        with contextlib.suppress(ValueError):
-            if low <= int(text) <= (math.inf if high is None else high):
-                return int(text)
-        raise argparse.ArgumentTypeError(f"{text!r} must be an integer {bounds}")
-
-    return convert
-
-
-def number(low: float, high: float = math.inf, *, above: bool = False) -> Callable[[str], float]:
-    """Converts an argument to a finite number in a range; ``above`` excludes ``low``."""
-    bounds = f"above {low:g}" if above else f"of at least {low:g}"
-    bounds += "" if math.isinf(high) else f" and at most {high:g}"
-
-    def convert(text: str) -> float:
-        with contextlib.suppress(ValueError):
-            value = float(text)
-            if low <= value <= high and math.isfinite(value) and not (above and value == low):
-                return value
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number {bounds}")
-
-    return convert
-
-
-def in_range(parameter: str) -> Callable[[str], Any]:
-    """Converts an argument to a value of a sampling parameter's range."""
-    if parameter in NUMBERS:
-        return number(*NUMBERS[parameter])
-    return integer(*INTEGERS[parameter])
-
-
-def graph_count(text: str) -> int | None:
-    """Converts megatron-core's number of graphs: -1 is all."""
-    return None if text == "-1" else integer(1)(text)
-
-
-def asynchronous(text: str) -> bool:
-    """Converts megatron-core's scheduling mode."""
-    if text not in ("legacy", "async"):
-        raise argparse.ArgumentTypeError(f"{text!r} must be legacy or async")
-    return text == "async"
-
-
-def several(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """Converts an argument to a list, from parts between commas; a value stands in it once."""
-    return lambda text: list(dict.fromkeys(convert(part) for part in text.split(",")))
-
-
-def id_and_bias(text: str) -> tuple[str, float]:
-    """Converts an argument ID=X."""
-    token, bias = text.split("=")
-    return token, float(bias)
-
-
-def log_probs_mode(text: str) -> str:
-    """Converts megatron-core's word for it to ours."""
-    if text not in ("raw_logprobs", "processed_logprobs"):
-        raise argparse.ArgumentTypeError(f"{text!r} must be raw_logprobs or processed_logprobs")
-    return text.removesuffix("_logprobs")
-
-
-def contents(name: str) -> str:
-    """Converts the name of a file to what is in it; a JSON object stands for itself."""
-    try:
-        return name if name.lstrip().startswith("{") else Path(name).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"{name!r} cannot be read: {error}") from None
 
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -152,9 +75,6 @@ def name_options(message: str) -> str:
     return fields.sub(lambda found: FLAGS[found[1]], " ".join(message.split()))
 
 
-SEED = in_range("seed")
-
-
 def add_model_options(parser: argparse.ArgumentParser, default: str | None = "tiny") -> None:
     """Which model, and where it runs. Without a ``default`` it is the recorded one's."""
     add = parser.add_argument_group("model").add_argument
@@ -172,74 +92,6 @@ def add_model_options(parser: argparse.ArgumentParser, default: str | None = "ti
     add("--dtype", choices=DTYPES, help="default: the checkpoint's on a GPU, float32 on a CPU")
     for flag, name in (("--bf16", "bfloat16"), ("--fp16", "float16")):
         add(flag, dest="dtype", action="store_const", const=name, help=f"as --dtype {name}")
-
-
-STRUCTURES = ("json_schema", "json_object", "regex", "choice", "grammar")
-
-
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """How tokens are sampled, and when a text ends. Most values are SamplingParams' to check."""
-    group = parser.add_argument_group("sampling; most is off by default")
-    add, one_of = group.add_argument, group.add_mutually_exclusive_group().add_argument
-    on: dict[str, Any] = {"action": "store_true"}
-    real: dict[str, Any] = {"type": float, "metavar": "X"}
-    count: dict[str, Any] = {"type": int, "metavar": "N"}
-    texts: dict[str, Any] = {"action": "extend", "nargs": "+", "metavar": "TEXT"}
-    ids: dict[str, Any] = {**texts, "type": int, "metavar": "ID"}
-    said = "most tokens to generate (default: 128, or fewer where the model allows no more)"
-    add(
-        "--max-new-tokens",
-        "--num-tokens-to-generate",
-        type=in_range("num_tokens_to_generate"),
-        metavar="N",
-        help=said,
-    )
-    add(
-        "--temperature",
-        type=in_range("temperature"),
-        metavar="T",
-        help="default: 0, or 1 with --top-k and such",
-    )
-    said = "sample from the K most likely"
-    add("--top-k", "--top_k", type=in_range("top_k"), default=0, metavar="K", help=said)
-    said = "from P of the probability"
-    add("--top-p", "--top_p", type=in_range("top_p"), default=0.0, metavar="P", help=said)
-    add("--min-p", **real, help="sample from tokens at least X times as likely as the likeliest")
-    said = "of the randomness; each prompt derives its own from it and its place (default: 0)"
-    add("--seed", type=SEED, default=0, metavar="S", help=said)
-    add("--repetition-penalty", **real, help="of tokens of prompt and text; 1 is off (default: 1)")
-    add("--presence-penalty", **real, help="of tokens of the text")
-    add("--frequency-penalty", **real, help="of tokens of the text, each time that they came")
-    add("--logit-bias", **{**ids, "type": id_and_bias, "metavar": "ID=X"}, help="such as 42=-1.5")
-    add("--allowed-token-ids", **ids, help="the only tokens that may come")
-    add("--bad-words", **texts, help="texts that may not come")
-    add("--min-tokens", **count, help="tokens before the text may end")
-    add("--ignore-eos", **on, help="go on after the model's own end tokens")
-    add("--stop-token-ids", **ids, help="tokens that end the text")
-    said = "in place of the model's own end tokens; -1 for none"
-    add("--termination-id", type=in_range("termination_id"), metavar="ID", help=said)
-    add("--stop", "--stop-words", **texts, help="texts before which it ends")
-    add("--include-stop-str-in-output", **on, help="behind which it ends")
-    add("--return-log-probs", **on, help="of the tokens of text and prompt, shown by --json")
-    add("--skip-prompt-log-probs", **on, help="not of the prompt's")
-    add("--top-n-logprobs", **count, help="of the N most likely tokens too, at most 20")
-    said = "the model's (default), or sampled"
-    add("--log-probs-mode", choices=("raw", "processed"), help=said)
-    modes: dict[str, Any] = {"dest": "log_probs_mode", "type": log_probs_mode, "metavar": "MODE"}
-    said = "raw_logprobs or processed_logprobs, as --log-probs-mode"
-    add("--inference-dynamic-batching-logprobs-mode", help=said, **modes)
-    add("--n", **count, help="texts of each prompt (default: 1)")
-    add("--best-of", **count, help="generate N texts and keep the --n likeliest")
-    one_of("--json-schema", type=contents, metavar="FILE|TEXT", help="the text is such JSON")
-    one_of("--json-object", **on, help="it is a JSON object")
-    one_of("--regex", metavar="TEXT", help="it matches this regular expression")
-    one_of("--choice", **texts, help="it is one of these")
-    one_of("--grammar", type=contents, metavar="FILE", help="it is of this EBNF grammar")
-
-
-add_sampling_options(_parser := argparse.ArgumentParser())
-SAMPLING = tuple(vars(_parser.parse_args([])))
-"""What a line of a .jsonl file may set for itself, named as the options are."""
 
 
 def add_benchmark_model_options(parser: argparse.ArgumentParser) -> None:
@@ -266,17 +118,6 @@ def add_scheduling_options(parser: argparse.ArgumentParser, *, default: str) -> 
     modes: dict[str, Any] = {"dest": "inference_async_scheduling", "type": asynchronous}
     said = "legacy or async: megatron-core's spelling of the first"
     add("--inference-dynamic-batching-async-sched-mode", metavar="MODE", help=said, **modes)
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """A type of argparse: an object in JSON."""
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("must be a JSON object")
-    return value
 
 
 def add_parallel_options(parser: argparse.ArgumentParser, default: int | None = 1) -> None:

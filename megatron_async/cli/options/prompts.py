@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TextIO
 
-from megatron_async.cli.options.options import SAMPLING
+from megatron_async.cli.options.sampling import SAMPLING
 from megatron_async.errors import ConfigError
 
 OF_LINES = (*SAMPLING, "num_speculative_tokens")

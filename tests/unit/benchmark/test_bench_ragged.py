@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_async.benchmark import workloads
+from megatron_async.benchmark import ragged_workload, workloads
 from megatron_async.benchmark.measuring.loads import RaggedLoad, arrivals, log_normal, with_stops
 from megatron_async.benchmark.report import as_table
 from megatron_async.cli.main import main
@@ -86,14 +86,14 @@ def test_a_small_cache_evicts(tmp_path: Path) -> None:
 def test_a_depth_that_fails_leaves_the_others(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = workloads.start_engine
+    start = ragged_workload.start_engine
 
     def fail_at_2(model: Any, config: Any, *others: Any) -> Any:
         if config.depth == 2:
             raise RuntimeError("CUDA error: out of memory")
         return start(model, config, *others)
 
-    monkeypatch.setattr(workloads, "start_engine", fail_at_2)
+    monkeypatch.setattr(ragged_workload, "start_engine", fail_at_2)
     assert main(["bench", *SMALL, "--depths", "0,2,1"]) == 1
     captured = capsys.readouterr()
     assert "error: depth 2: out of memory; lower --max-requests" in captured.err
@@ -117,7 +117,8 @@ def test_a_run_that_is_cut_off_shows_what_it_measured(
         runs.append(run(*args, **kwargs))
         return runs[-1]
 
-    monkeypatch.setattr(workloads, "run_load", run_until_cut_off)
+    for module in (workloads, ragged_workload):
+        monkeypatch.setattr(module, "run_load", run_until_cut_off)
     path = tmp_path / "report.json"
     options = ("--depths", "0,1", "--arrival-rate", "inf,200", "--json", str(path))
     assert main(["bench", *SMALL, *options]) == 130

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_async.cli.options.options import add_sampling_options
+from megatron_async.cli.options.sampling import add_sampling_options
 from megatron_async.errors import RequestError
 from megatron_async.request.parameter_ranges import INTEGERS, NUMBERS
 from megatron_async.sampling_params import SamplingParams
