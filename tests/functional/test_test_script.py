@@ -15,6 +15,7 @@ from tests.support.gpus import order_of_gpus
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "test"
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+BYTECODE = ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")
 
 
 class Done(NamedTuple):
@@ -45,14 +46,15 @@ def run(
         "if sys.argv[1] == '-':\n"
         f"    print({machine!r})\n"
         "    sys.exit()\n"
-        f"names = {(*THREADS, 'TEST_GPUS')!r}\n"
+        f"names = {(*THREADS, *BYTECODE, 'TEST_GPUS')!r}\n"
         "print('of', sys.argv[2])\n"
         "call = {'arguments': sys.argv[2:], **{name: os.environ.get(name) for name in names}}\n"
         f"print(json.dumps(call), file=open({str(calls)!r}, 'a'))\n"
         f"sys.exit(sys.argv[2] == {failing!r})\n"
     )
     python.chmod(0o755)
-    inherited = {k: v for k, v in os.environ.items() if k not in (*THREADS, "TEST_PROCESSES")}
+    own = (*THREADS, *BYTECODE, "TEST_PROCESSES")
+    inherited = {k: v for k, v in os.environ.items() if k not in own}
     done = subprocess.run(
         [SCRIPT, *arguments],
         env={**inherited, "PYTHON_BIN": str(python), **variables},
@@ -144,6 +146,16 @@ def test_processes_and_threads_may_be_given(tmp_path: Path) -> None:
     done = run(tmp_path, "--gpu", machine="1 8", TEST_PROCESSES="3", OMP_NUM_THREADS="5")
     (call,) = done.calls
     assert call["arguments"][2] == "3" and call["OMP_NUM_THREADS"] == "5"
+
+
+def test_processes_share_bytecode_where_python_was_to_write_none(tmp_path: Path) -> None:
+    *_, last = run(tmp_path, PYTHONDONTWRITEBYTECODE="1").calls
+    place = str(SCRIPT.parents[1] / ".pytest_cache" / "bytecode")
+    assert [last[name] for name in BYTECODE] == [None, place]
+    *_, last = run(tmp_path, PYTHONDONTWRITEBYTECODE="1", PYTHONPYCACHEPREFIX="other").calls
+    assert [last[name] for name in BYTECODE] == [None, "other"]
+    *_, last = run(tmp_path).calls
+    assert [last[name] for name in BYTECODE] == [None, None]
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
