@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 import random
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
@@ -127,13 +128,14 @@ def candidates(
             continue
         if ctas > max_ctas(sm_count) and not persistent and not waves:
             continue
+        shape = shape._replace(persistent=persistent)
+        if not shape.fits(n, k, rows, norm, epilogue, limit=sys.maxsize):
+            continue  # with any number of stages
         # None of the others fits.
         streams = (False, True) if warps_k == 1 else (False,)
         workspaces = (False, True) if warps_k == 1 < split_k and not waves else (False,)
         for stages, stream_x, workspace in itertools.product(_STAGES, streams, workspaces):
-            config = shape._replace(
-                stages=stages, stream_x=stream_x, persistent=persistent, workspace=workspace
-            )
+            config = TileConfig(*shape[:4], stages, stream_x, persistent, workspace)
             if config.fits(n, k, rows, norm, epilogue, limit):
                 yield config
 

@@ -157,9 +157,9 @@ class TileConfig(NamedTuple):
             and not (self.tma and self.warps_n > 1)
             and not (self.workspace and (self.warps_k > 1 or self.split_k == 1))
             and not (self.persistent and (split or epilogue == ADD))
-            and self.shared_bytes(k, rows) <= limit
             # Statistics and pairs of gate and up do not stop at the end of the weight.
             and (epilogue not in (ADD, SILU_GATE) or n % self.weight_rows == 0)
+            and self.shared_bytes(k, rows) <= limit
         )
 
     def can_serve(self, problem: GemmProblem, limit: int = SHARED_BYTES) -> bool:
