@@ -9,8 +9,8 @@ import torch
 
 from megatron_async.runner.drafter import MixedTokens, SampledRows
 from megatron_async.runner.memory.forward_batch import ForwardBatch
-from megatron_async.sampling.sample import SampleInputs, sample_tokens_reference
 from tests.support.hash_model import VOCAB_SIZE, HashModel, hash_logits
+from tests.support.oracle import sampled_token
 
 
 class DraftingHashModel(HashModel):
@@ -54,19 +54,13 @@ class DraftingHashModel(HashModel):
         row, state = hash_logits(self.history(tokens, salt)), context.slots
         if state.inverse_temperature[slot] <= 0:
             return max(range(VOCAB_SIZE), key=lambda v: (row[v], -v))
-        at = slice(slot, slot + 1)
-        position = torch.tensor([len(tokens)])
-        return int(
-            sample_tokens_reference(
-                torch.tensor([row]),
-                SampleInputs(
-                    state.inverse_temperature[at],
-                    state.top_k[at],
-                    state.top_p[at],
-                    state.seed[at],
-                    position,
-                ),
-            )
+        return sampled_token(
+            tuple(row),
+            float(state.inverse_temperature[slot]),
+            int(state.top_k[slot]),
+            float(state.top_p[slot]),
+            int(state.seed[slot]),
+            len(tokens),
         )
 
 

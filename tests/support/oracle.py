@@ -100,6 +100,31 @@ def process_row(row: list[float], ask: Ask, tokens: list[int]) -> list[float]:
     return [float(value) for value in x]
 
 
+@functools.lru_cache(maxsize=1 << 16)
+def sampled_token(
+    row: tuple[float, ...],
+    inverse_temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    position: int,
+) -> int:
+    """What ``row`` of logits becomes. It is asked again for each draft of a token, and at its
+    check."""
+    return int(
+        sample_tokens_reference(
+            torch.tensor([row]),
+            SampleInputs(
+                torch.tensor([inverse_temperature]),
+                torch.tensor([top_k], dtype=torch.int32),
+                torch.tensor([top_p]),
+                torch.tensor([seed]),
+                torch.tensor([position]),
+            ),
+        )
+    )
+
+
 def decode_alone(
     ask: Ask,
     logits_of: Callable[[list[int]], list[float]] | None = None,
@@ -118,17 +143,8 @@ def decode_alone(
         if by.temperature == 0 or by.top_k == 1:
             token = max(range(len(row)), key=lambda v: (row[v], -v))
         else:
-            token = int(
-                sample_tokens_reference(
-                    torch.tensor([row]),
-                    SampleInputs(
-                        torch.tensor([1.0 / by.temperature]),
-                        torch.tensor([by.top_k], dtype=torch.int32),
-                        torch.tensor([by.top_p]),
-                        torch.tensor([by.seed]),
-                        torch.tensor([len(tokens)]),
-                    ),
-                )
+            token = sampled_token(
+                tuple(row), 1.0 / by.temperature, by.top_k, by.top_p, by.seed, len(tokens)
             )
         tokens.append(token)
         generated.append(token)
