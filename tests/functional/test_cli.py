@@ -309,7 +309,8 @@ def test_verify_fails_when_a_token_differs(
         return decoded
 
     monkeypatch.setattr(decode_module, "decode", faulty)
-    status, out, err = call(capsys, "verify", "--model", model, "--depths", "1")
+    eight = ("--model", model, "--depths", "1", "--requests", "8")
+    status, out, err = call(capsys, "verify", *eight)
     assert status == 1
     assert "FAILED" in out
     assert "depth 1, request 3: from token 1 on" in err
@@ -343,11 +344,11 @@ def test_verify_runs_the_scenarios_that_are_named(model: str, capsys: Capture) -
 
 def test_verify_shows_a_line_for_each_scenario(model: str, capsys: Capture) -> None:
     arguments = ("--model", model, "--depths", "1", "--scenario", "random,suspend")
-    status, out, err = call(capsys, "verify", *arguments)
+    status, out, err = call(capsys, "verify", *arguments, "--requests", "14")
     assert (status, err) == (0, "")
     header, random, suspend, verdict = out.splitlines()
     assert header.split()[:2] == ["scenario", "requests"]
-    assert random.split()[:3] == ["random", "24", "0,1"]
+    assert random.split()[:3] == ["random", "14", "0,1"]
     assert suspend.split()[:3] == ["suspend", "4", "0,1"]
     assert "evict 1" in suspend
     assert verdict == "equal at every depth"

@@ -16,31 +16,28 @@ from tests.support.patience import PATIENCE_SECONDS
 
 HERE = Path(__file__)
 RUNS = (
-    (("test_step_state.py", "test_fused_kernels.py", "test_mtp_kernels.py"), 1),
-    (("test_sample_kernel.py", "test_window_kernels.py", "test_extras_kernels.py"), 1),
     (
-        (
-            "test_moe_kernels.py",
-            "test_mamba_kernels.py",
-            "test_end_check.py",
-            "test_finite_kernel.py",
-            "test_row_kernels.py",
-        ),
-        1,
+        "test_step_state.py",
+        "test_fused_kernels.py",
+        "test_mtp_kernels.py",
+        "test_moe_kernels.py",
+        "test_mamba_kernels.py",
+        "test_end_check.py",
+        "test_finite_kernel.py",
+        "test_row_kernels.py",
     ),
     (
-        (
-            "test_paged_attention_kernel.py",
-            "test_paged_prefill.py",
-            "test_sliding_window.py",
-            "test_latent_attention.py",
-            "test_batch_invariant_products.py",
-        ),
-        1,
+        "test_sample_kernel.py",
+        "test_window_kernels.py",
+        "test_extras_kernels.py",
+        "test_paged_attention_kernel.py",
+        "test_paged_prefill.py",
+        "test_sliding_window.py",
+        "test_latent_attention.py",
+        "test_batch_invariant_products.py",
     ),
 )
-"""Files of a process, which starts for some seconds, and the number of its parts: these are tests
-of their own, which run side by side."""
+"""Files of each process, which starts for some seconds. They run side by side."""
 
 
 FILES = {path.name: path for path in HERE.parents[1].rglob("test_*.py")}
@@ -51,18 +48,11 @@ MARKED = re.compile(r"^\s*(@interpreted|@on_devices|.*marks=interpreted)", re.MU
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not built for this platform")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the compiled kernels are tested")
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
-@pytest.mark.parametrize(
-    ("files", "part"),
-    [
-        pytest.param(files, f"{part}/{parts}", id=f"{files[0]}-{part}")
-        for files, parts in RUNS
-        for part in range(parts)
-    ],
-)
-def test_kernels_in_tritons_interpreter(files: tuple[str, ...], part: str) -> None:
+@pytest.mark.parametrize("files", RUNS, ids=lambda files: files[0])
+def test_kernels_in_tritons_interpreter(files: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     result = subprocess.run(
-        [*command, f"--part={part}", *(str(FILES[file]) for file in files)],
+        [*command, *(str(FILES[file]) for file in files)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=HERE.parents[3],
         capture_output=True,
@@ -78,4 +68,4 @@ def test_no_file_is_forgotten() -> None:
     users = {
         path.name for path in FILES.values() if path != HERE and MARKED.search(path.read_text())
     }
-    assert users == {file for files, _ in RUNS for file in files}
+    assert users == {file for files in RUNS for file in files}
