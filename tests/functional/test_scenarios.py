@@ -1,4 +1,5 @@
-"""The scenario table on the embedded model, through the code of ``verify --scenario``."""
+"""The scenario table on two layers of the embedded model, through the code of
+``verify --scenario``."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from megatron_async.verify.scenarios import (
     Event,
     Witness,
 )
+from tests.support.cut_models import write_layers
 from tests.support.engines import DEPTHS, config_at
 from tests.support.own_thread import stepped_by_its_thread
 
@@ -33,10 +35,12 @@ BY_NAME = {scenario.name: scenario for scenario in TABLE}
 
 
 @pytest.fixture(scope="module")
-def tiny() -> Iterator[DynamicInferenceEngine]:
-    """The embedded model, loaded once."""
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DynamicInferenceEngine]:
+    """The model, loaded once."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    write_layers("tiny", folder, 2)
     config = EngineConfig(device="cpu", max_requests=1)
-    with DynamicInferenceEngine.from_pretrained("tiny", config) as engine:
+    with DynamicInferenceEngine.from_pretrained(folder, config) as engine:
         yield engine
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -24,13 +23,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
 from megatron_async.build.model import load_share
 from megatron_async.build.rank_process import follow
 from megatron_async.build.ranks import config_of_ranks
-from megatron_async.checkpoint.path import model_directory
 from megatron_async.config.engine_config import EngineConfig
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.recording import read_run
@@ -44,6 +41,7 @@ from megatron_async.ranks.start import lead
 from megatron_async.request.request import DynamicInferenceRequest
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.step.plan import Plan
+from tests.support.cut_models import write_layers
 from tests.support.own_thread import OwnThread, check_idle_for_a_reason, watched_waiters
 from tests.support.patience import PATIENCE_SECONDS
 
@@ -392,22 +390,6 @@ def write_models(folder: Path) -> None:
     write_layers("tiny", folder / "new", 2, scale=1.3)
     write_layers("tiny", folder / "wrong", 1)
     write_layers("tiny-moe", folder / "experts", 2)
-
-
-def write_layers(name: str, folder: Path, layers: int, scale: float = 1.0) -> None:
-    """An embedded model cut to so many layers, with a tensor in the last of them scaled."""
-    source = model_directory(name)
-    shutil.copytree(source, folder)
-    config = json.loads((source / "config.json").read_text())
-    config["model"]["num_layers"] = layers
-    if config["model"].get("moe_layer_freq"):
-        config["model"]["moe_layer_freq"] = config["model"]["moe_layer_freq"][:layers]
-    (folder / "config.json").write_text(json.dumps(config))
-    gone = tuple(f"decoder.layers.{n}." for n in range(layers, 9))
-    weights = load_file(source / "model.safetensors")
-    weights = {k: value for k, value in weights.items() if not k.startswith(gone)}
-    weights[f"decoder.layers.{layers - 1}.self_attention.linear_proj.weight"] *= scale
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 if __name__ == "__main__":

@@ -42,8 +42,9 @@ from megatron_async.sampling_params import SamplingParams
 from megatron_async.weights.group import WeightGroup
 from megatron_async.weights.parallel_layouts import relay, shard_of
 from megatron_async.weights.shared_memory import SharedWeights, open_weights
+from tests.support.cut_models import write_layers
 from tests.support.patience import PATIENCE_SECONDS
-from tests.support.ranked import Found, refused, write_layers
+from tests.support.ranked import Found, refused
 from tests.support.served_over_http import free_port
 
 PROMPTS = ["def read(path):\n", "x = [1, ", "for i in range("]
