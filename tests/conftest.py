@@ -28,27 +28,13 @@ if INTERPRETED:
     mend_interpreter()
 
 
-def _part(text: str) -> tuple[int, int]:
-    part, parts = (int(number) for number in text.split("/"))
-    if not 0 <= part < parts:
-        raise ValueError(text)
-    return part, parts
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--state-machine-examples",
         type=int,
-        default=88 if os.environ.get("CI") else 250,
-        help="examples of the engine's state machine, each of up to 110 rule steps (250; in CI, "
-        "where they are the same each time, 88)",
-    )
-    parser.addoption(
-        "--part",
-        type=_part,
-        default=(0, 1),
-        metavar="K/N",
-        help="run only every N-th test, from the K-th on: N processes run them all",
+        default=66,
+        help="examples of the engine's state machine, each of up to 110 rule steps (66; in CI they "
+        "are the same each time)",
     )
     parser.addoption(
         "--long-run",
@@ -105,5 +91,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.path.name in LONG:
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.path.name not in LONG)
-    part, parts = config.getoption("--part")
-    items[:] = items[part::parts]

@@ -10,8 +10,6 @@ longer profile.
 
 from __future__ import annotations
 
-import dataclasses
-import random
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,10 +29,9 @@ from hypothesis.stateful import (
 
 from megatron_async.engine.metrics import EngineCounters
 from megatron_async.request.request import DynamicInferenceRequest, Status
-from megatron_async.sampling_params import MAX_STOP_TOKEN_IDS
 from tests.support.drafting_model import DraftingHashModel
-from tests.support.engines import extras_of, hash_engine, sampling_params
-from tests.support.hash_model import VOCAB_SIZE
+from tests.support.drawn_asks import LOG_PROBS, LONGEST_PROMPT, MOST_NEW, asks_at, changes
+from tests.support.engines import hash_engine, sampling_params
 from tests.support.hash_tokenizer import hash_tokenizer
 from tests.support.hybrid_hash_model import HybridDraftingHashModel
 from tests.support.log_probs import check_log_probs
@@ -48,7 +45,6 @@ from tests.support.own_thread import (
 from tests.support.token_tickets import TokenTickets
 
 STEPS_PER_EXAMPLE = 110
-LONGEST_PROMPT, MOST_NEW = 24, 16
 
 
 @dataclass(frozen=True)
@@ -131,74 +127,6 @@ PARTS = {
     "own thread, depth 4, recurrent": Part(4, SMALL, recurrent=True, own_thread=True),
 }
 
-# A few beginnings, of few different tokens, so that prompts share prefixes; many requests are
-# short and stop early.
-HEADS = ((0,) * 20, (0, 1, 2, 3) * 5, (1, 0) * 4 + (3,) * 12)
-from_a_head = st.builds(
-    lambda head, length, tail: (*head[:length], *tail),
-    st.sampled_from(HEADS),
-    st.sampled_from((4, 12, 20, 20)),
-    st.lists(st.integers(0, 3), min_size=1, max_size=LONGEST_PROMPT - 20).map(tuple),
-)
-prompts = st.one_of(
-    *(from_a_head,) * 3,
-    st.lists(st.integers(0, 3), min_size=1, max_size=LONGEST_PROMPT).map(tuple),
-)
-# Sets of them, not drawn id by id: Hypothesis ends an example that has drawn too much.
-STOPS = tuple(
-    tuple(random.Random(number).sample(range(VOCAB_SIZE), MAX_STOP_TOKEN_IDS))
-    for number in range(20)
-)
-# One of three requests has extras; a few of the sets, as above.
-EXTRAS = tuple(extras_of(random.Random(number), MOST_NEW) for number in range(24))
-GUIDED: tuple[dict[str, Any], ...] = (
-    {"regex": "[a-d]{3,7}[0-9]*"},
-    {"regex": "(ab|c|d1)+x", "stop_ids": ()},
-    {"regex": "[0-9]{2}(true|null)", "stop_ids": (60,), "presence_penalty": 1.0},
-    {"bans_the_next": True, "max_new": 1},
-)
-"""Seldom: they keep chains short, and each step of a processor is a barrier."""
-
-
-def with_extras(ask: Ask, extras: dict[str, Any]) -> Ask:
-    made = dataclasses.replace(ask, **extras)
-    return dataclasses.replace(made, min_tokens=min(made.min_tokens, made.max_new))
-
-
-asks = st.builds(
-    with_extras,
-    st.builds(
-        Ask,
-        prompt=prompts,
-        max_new=st.sampled_from((1, 2, 9, MOST_NEW, MOST_NEW, MOST_NEW, MOST_NEW)),
-        stop_ids=st.sampled_from((*STOPS, *((),) * 4)),
-        temperature=st.sampled_from((0.0, 1.0)),
-        top_k=st.sampled_from((0, 5)),
-        seed=st.integers(0, 5),
-    ),
-    st.sampled_from((*EXTRAS * 2, *GUIDED, *({},) * 104)),
-)
-LOG_PROBS = (
-    *({},) * 8,
-    {"return_log_probs": True},
-    {"return_log_probs": True, "skip_prompt_log_probs": True},
-    {"top_n_logprobs": 3},
-)
-
-
-changes = st.sampled_from(
-    (
-        {"temperature": 0.0},
-        {"temperature": 1.0, "top_k": 0},
-        {"temperature": 2.0, "seed": 77},
-        {"temperature": 1.0, "top_k": 3},
-        {"temperature": 0.5, "top_p": 0.7},
-        {"seed": -5},
-    )
-)
-"""New sampling parameters."""
-
-
 EVENTS = (
     *("add",) * 8,
     *("evict",) * 8,
@@ -273,8 +201,9 @@ class EngineMachine(RuleBasedStateMachine):
     def add(self, data: st.DataObject) -> None:
         priority = data.draw(st.integers(-1, 1))
         log_probs = data.draw(st.sampled_from(LOG_PROBS))
-        for ask in data.draw(st.lists(asks, min_size=1, max_size=5)):
+        for _ in range(data.draw(st.integers(1, 5))):
             request_id = len(self.futures)
+            ask = data.draw(asks_at(request_id))
             self.futures[request_id] = self.engine.add_request(
                 request_id,
                 list(ask.prompt),
@@ -326,7 +255,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def reset(self, data: st.DataObject) -> None:
         self.resets_asked += 1
-        if self.resets_asked % 3:  # seldom: little is left behind it
+        if self.resets_asked % 3 != 1:  # seldom: little is left behind it
             return
         self.engine.reset()
         self.counted.append(self.engine.counters)

@@ -1,0 +1,95 @@
+"""What requests of the engine's state machine may be: Hypothesis strategies."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+from hypothesis import strategies as st
+
+from megatron_async.sampling_params import MAX_STOP_TOKEN_IDS
+from tests.support.engines import extras_of
+from tests.support.hash_model import VOCAB_SIZE
+from tests.support.oracle import Ask
+
+LONGEST_PROMPT, MOST_NEW = 24, 16
+
+# A few beginnings, of few different tokens, so that prompts share prefixes; many requests are
+# short and stop early.
+HEADS = ((0,) * 20, (0, 1, 2, 3) * 5, (1, 0) * 4 + (3,) * 12)
+from_a_head = st.builds(
+    lambda head, length, tail: (*head[:length], *tail),
+    st.sampled_from(HEADS),
+    st.sampled_from((4, 12, 20, 20)),
+    st.lists(st.integers(0, 3), min_size=1, max_size=LONGEST_PROMPT - 20).map(tuple),
+)
+prompts = st.one_of(
+    *(from_a_head,) * 3,
+    st.lists(st.integers(0, 3), min_size=1, max_size=LONGEST_PROMPT).map(tuple),
+)
+# Sets of them, not drawn id by id: Hypothesis ends an example that has drawn too much.
+STOPS = tuple(
+    tuple(random.Random(number).sample(range(VOCAB_SIZE), MAX_STOP_TOKEN_IDS))
+    for number in range(20)
+)
+# One of three requests has extras; a few of the sets, as above.
+EXTRAS = tuple(extras_of(random.Random(number), MOST_NEW) for number in range(24))
+GUIDED: tuple[dict[str, Any], ...] = (
+    {"regex": "[a-d]{3,7}[0-9]*"},
+    {"regex": "(ab|c|d1)+x", "stop_ids": ()},
+    {"regex": "[0-9]{2}(true|null)", "stop_ids": (60,), "presence_penalty": 1.0},
+)
+PROCESSED: tuple[dict[str, Any], ...] = ({"bans_the_next": True, "max_new": 1},)
+SELDOM = 32
+"""Of this number of requests one is guided or has a processor, in turns, at a fixed place, so that
+few examples lack either. More would keep chains short, and a processor's step is a barrier."""
+
+
+def with_extras(ask: Ask, extras: dict[str, Any]) -> Ask:
+    made = dataclasses.replace(ask, **extras)
+    return dataclasses.replace(made, min_tokens=min(made.min_tokens, made.max_new))
+
+
+plain_asks = st.builds(
+    Ask,
+    prompt=prompts,
+    max_new=st.sampled_from((1, 2, 9, MOST_NEW, MOST_NEW, MOST_NEW, MOST_NEW)),
+    stop_ids=st.sampled_from((*STOPS, *((),) * 4)),
+    temperature=st.sampled_from((0.0, 1.0)),
+    top_k=st.sampled_from((0, 5)),
+    seed=st.integers(0, 5),
+)
+asks, guided_asks, processed_asks = (
+    st.builds(with_extras, plain_asks, st.sampled_from(extras))
+    for extras in ((*EXTRAS * 2, *({},) * 104), GUIDED, PROCESSED)
+)
+
+
+def asks_at(number: int) -> st.SearchStrategy[Ask]:
+    """What the request with this number may be."""
+    turn, place = divmod(number, SELDOM)
+    if place != SELDOM // 4:
+        return asks
+    return processed_asks if turn % 2 else guided_asks
+
+
+LOG_PROBS = (
+    *({},) * 8,
+    {"return_log_probs": True},
+    {"return_log_probs": True, "skip_prompt_log_probs": True},
+    {"top_n_logprobs": 3},
+)
+
+
+changes = st.sampled_from(
+    (
+        {"temperature": 0.0},
+        {"temperature": 1.0, "top_k": 0},
+        {"temperature": 2.0, "seed": 77},
+        {"temperature": 1.0, "top_k": 3},
+        {"temperature": 0.5, "top_p": 0.7},
+        {"seed": -5},
+    )
+)
+"""New sampling parameters."""
