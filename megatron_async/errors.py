@@ -41,6 +41,10 @@ class CacheTooLargeError(ConfigError):
     """The KV cache or the state of the slots does not fit into the device's memory."""
 
 
+class ModelTooLargeError(ConfigError):
+    """A model's weights do not fit into the device's memory."""
+
+
 class RequestError(MegatronAsyncError, ValueError):
     """A request cannot be served as asked; other requests are not affected."""
 

@@ -3,11 +3,11 @@ and sent to the other ranks as it is."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megatron_async.build.sizes import cached_tokens, sizes_of, snapshot_count_of
 from megatron_async.config.engine_config import EngineConfig, check_config, draft_windows
-from megatron_async.device.memory import GIB
-from megatron_async.drafting.choose import Drafting, choose_drafting, layers_draft
+from megatron_async.drafting.choose import Drafting, choose_drafting
 from megatron_async.errors import ConfigError
 from megatron_async.models.description.kv_cache_spec import KVCacheSpec
 from megatron_async.models.served import ModelDescription, ServedModel
@@ -15,10 +15,6 @@ from megatron_async.ranks.layout import Layout, check_supported
 from megatron_async.runner.memory.cache_sizes import CacheSizes
 from megatron_async.runner.memory.kv_cache import KVCache
 from megatron_async.scheduler.limits import Limits
-
-DEFAULT_CACHE_GIB = {"cpu": 1.0, "cuda": 16.0}
-DEFAULT_SNAPSHOT_GIB = {"cpu": 0.25, "cuda": 4.0}
-SNAPSHOTS_PER_REQUEST = 4
 
 CHUNKS_AT_ONCE = 4
 """Prefill chunks that fit into a forward next to full decode rows, unless its size is given."""
@@ -59,11 +55,13 @@ class EngineSpec:
         *,
         given: KVCache | None = None,
         enable_chunked_prefill: bool = True,
+        free: int | None = None,
     ) -> EngineSpec:
         """The engine that a configuration asks for.
 
         Args:
             device: "cpu" or "cuda".
+            free: bytes of its memory, beside the weights; None is as many as may be needed.
             given: the cache, whose sizes win over the configuration's; None if it is to be made.
 
         Raises:
@@ -74,7 +72,7 @@ class EngineSpec:
         draft = None if model.draft is None else ModelDescription.of(model.draft)
         if given is None:
             cache, further = cached_tokens(described, draft, config)
-            sizes = sizes_of(described, draft, config, device)
+            sizes = sizes_of(described, draft, config, device, free)
         else:
             cache, further, sizes = given.spec, 0, given.sizes
         drafting = choose_drafting(
@@ -85,7 +83,7 @@ class EngineSpec:
                 "draft_model has recurrent layers, whose state nobody takes back behind wrong "
                 "drafts; give one that has attention layers alone, or speculative_method='ngram'"
             )
-        snapshots = snapshot_count_of(described, sizes, config, device)
+        snapshots = snapshot_count_of(described, sizes, config, device, free)
         limits = limits_of(
             sizes,
             config,
@@ -111,6 +109,14 @@ class EngineSpec:
             snapshot_count=snapshots,
             has_filters_in_extras=layout.tensor > 1 and device == "cuda",
         )
+
+    def repeatable(self, config: EngineConfig) -> EngineConfig:
+        """``config`` with the sizes that were chosen here: another machine may have more free."""
+        if config.block_count is None and config.buffer_size_gb is None:
+            config = replace(config, block_count=self.sizes.block_count)
+        if config.state_snapshot_count is None and self.model.state_bytes is not None:
+            config = replace(config, state_snapshot_count=self.snapshot_count)
+        return replace(config, max_sequence_length=self.sizes.max_sequence_length)
 
 
 def layout_of(model: ServedModel, config: EngineConfig) -> Layout:
@@ -156,74 +162,6 @@ def _check_suits(given: KVCache, model: ModelDescription, drafting: Drafting) ->
     ):
         if has != needs:
             raise ConfigError(f"the context has {name}={has} and the model needs {needs}")
-
-
-def cached_tokens(
-    model: ModelDescription, draft: ModelDescription | None, config: EngineConfig
-) -> tuple[KVCacheSpec, int]:
-    """What a token takes in the KV cache, without layers that do not draft; and its bytes in the
-    cache of a model that drafts."""
-    if layers_draft(config, has_draft_model=draft is not None):
-        return model.cached, 0
-    if draft is None or not config.num_speculative_tokens:
-        return model.cached.decoder, 0
-    return model.cached.decoder, draft.cached.decoder.token_bytes
-
-
-def sizes_of(
-    model: ModelDescription, draft: ModelDescription | None, config: EngineConfig, device: str
-) -> CacheSizes:
-    """The sizes of the cache that a configuration asks for.
-
-    Raises:
-        ConfigError: a length exceeds the model's, or the cache cannot hold what is asked.
-    """
-    most = model.max_sequence_length
-    length = config.max_sequence_length or most
-    if length is None or (most is not None and length > most):
-        raise ConfigError(
-            f"max_sequence_length={length} exceeds the model's {most}; lower it or leave it out"
-        )
-    spec, further = cached_tokens(model, draft, config)
-    if further and draft is not None and length > (draft.max_sequence_length or length):
-        raise ConfigError(
-            f"draft_model takes {draft.max_sequence_length} tokens and requests may have "
-            f"{length}; set max_sequence_length to that or less"
-        )
-    token_bytes = spec.token_bytes + further
-    block_count = config.block_count
-    if block_count is None and config.buffer_size_gb is None:
-        per_request = -(-length // config.block_size_tokens)
-        block_bytes = max(token_bytes, 1) * config.block_size_tokens
-        affordable = int(DEFAULT_CACHE_GIB[device] * GIB) // block_bytes
-        block_count = max(per_request, min(config.max_requests * per_request, affordable))
-    return CacheSizes.of(
-        token_bytes,
-        max_sequence_length=length,
-        buffer_size_gb=config.buffer_size_gb,
-        paused_buffer_size_gb=config.paused_buffer_size_gb,
-        block_count=block_count,
-        max_requests=config.max_requests,
-        slot_count=config.max_requests * (config.effective_depth + 1),
-        max_tokens=config.max_tokens,
-        block_size_tokens=config.block_size_tokens,
-        num_cuda_graphs=config.num_cuda_graphs,
-        batch_invariant=config.batch_invariant,
-        num_speculative_tokens=config.num_speculative_tokens,
-        releasable=config.enable_sleep_mode,
-    )
-
-
-def snapshot_count_of(
-    model: ModelDescription, sizes: CacheSizes, config: EngineConfig, device: str
-) -> int:
-    """How many snapshots of recurrent state the prefix cache has; 0 without recurrent layers."""
-    if model.state_bytes is None or not config.enable_prefix_caching:
-        return 0
-    if config.state_snapshot_count is not None:
-        return config.state_snapshot_count
-    affordable = int(DEFAULT_SNAPSHOT_GIB[device] * GIB) // model.state_bytes
-    return max(1, min(SNAPSHOTS_PER_REQUEST * sizes.max_requests, affordable))
 
 
 def micro_batches_of(model: ModelDescription, config: EngineConfig, device: str) -> int:

@@ -127,11 +127,14 @@ def _of_model(model: str) -> dict[str, Any]:
     from megatron_async.build.spec import EngineSpec
     from megatron_async.codec import to_plain
     from megatron_async.config.engine_config import EngineConfig
+    from megatron_async.device.memory import free_bytes
     from megatron_async.models.description.features import features
 
     served = load_model(model, EngineConfig())
     network: Any = served.network
-    engine = to_plain(EngineSpec.of(served, EngineConfig(), network.device.type))
+    device = network.device
+    made = EngineSpec.of(served, EngineConfig(), device.type, free=free_bytes(device))
+    engine = to_plain(made)
     spec, config = network.kv_cache_spec, network.model.model_config
     assert config is not None
     return {

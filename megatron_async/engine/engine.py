@@ -15,6 +15,7 @@ from megatron_async.build.ranks import open_on_all_ranks
 from megatron_async.build.spec import EngineSpec
 from megatron_async.config.engine_config import EngineConfig
 from megatron_async.device import resolve_device
+from megatron_async.device.memory import free_bytes
 from megatron_async.device.protocol import Device
 from megatron_async.engine.api_style import OUR_STYLE, ApiStyle
 from megatron_async.engine.commands import (
@@ -90,6 +91,7 @@ class DynamicInferenceEngine:
             on.type,
             given=given,
             enable_chunked_prefill=enable_chunked_prefill,
+            free=free_bytes(on),
         )
         # A file that cannot be written is an error before graphs are captured.
         run_file = None if config.record is None else RunFile(config.record)
@@ -116,7 +118,7 @@ class DynamicInferenceEngine:
         self._driver = parts.driver
         self._closed_with_it = (owned_group, run_file, parts.kv_events)
         if run_file is not None:
-            run_file.begin(parts.config, model.name)
+            run_file.begin(spec.repeatable(parts.config), model.name)
             self.record(Recorder(run_file.write))
         self._weights = shared_weights(model.weights_owner)
         with self._weights.lock:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_async import megatron_compat as compat
-from megatron_async.device.memory import GIB, memory_bytes
+from megatron_async.device.memory import weights_must_fit
 from megatron_async.errors import ConfigError
 from megatron_async.megatron_compat.specs import number_mtp_layers
 from megatron_async.models import parallel
@@ -160,6 +160,7 @@ def build_model(
 
     Raises:
         ConfigError: see :func:`transformer_config`.
+        ModelTooLargeError: the device has less memory free than the weights take.
     """
     if not parallel_state.model_parallel_is_initialized():
         compat.ensure_parallel_state()
@@ -170,7 +171,7 @@ def build_model(
     on_device: Any = contextlib.nullcontext()
     if device.type == "cuda":
         on_device = torch.cuda.device(device)
-    with on_device:
+    with on_device, weights_must_fit(device, _bytes_of_share(config, megatron_config), dtype):
         model = GPTModel(
             config=megatron_config,
             transformer_layer_spec=gpt_block_spec(
@@ -203,6 +204,17 @@ def build_model(
     return model
 
 
+def _bytes_of_share(config: ModelConfig, megatron_config: TransformerConfig) -> int:
+    """The fewest bytes that a rank's share of the weights takes: some are on each rank."""
+    itemsize = megatron_config.params_dtype.itemsize
+    experts = config.num_moe_experts
+    if experts is not None:
+        experts //= megatron_config.expert_model_parallel_size
+    parts = megatron_config.tensor_model_parallel_size
+    parts *= megatron_config.pipeline_model_parallel_size
+    return weight_bytes(config, itemsize, experts) // parts
+
+
 def build_random_model(
     config: ModelConfig, *, device: torch.device, dtype: torch.dtype, seed: int = 0
 ) -> GPTModel:
@@ -212,14 +224,8 @@ def build_random_model(
     residual branch from a narrower one), so activations stay finite in bfloat16 at any depth.
 
     Raises:
-        ConfigError: the device has less memory than the weights take.
+        ModelTooLargeError: the device has less memory free than the weights take.
     """
-    total, needed = memory_bytes(torch.device(device)), weight_bytes(config, dtype.itemsize)
-    if total is not None and needed > total:
-        raise ConfigError(
-            f"the weights take {needed / GIB:,.1f} GiB in {str(dtype).removeprefix('torch.')}, and "
-            f"device {device} has {total / GIB:,.1f} GiB; take a smaller shape or dtype"
-        )
     torch.manual_seed(seed)
     model = build_model(config, device=device, dtype=dtype)
     place = parallel.current()

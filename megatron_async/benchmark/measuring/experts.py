@@ -68,6 +68,7 @@ def _chosen(model: BenchmarkModel, layers: Sequence[Any], tokens: list[int]) -> 
     spec = EngineSpec.of(served, config, model.device.type)
     context = allocate(spec, served, model.device)
     keep_states(spec, model.network, context)
+    model.network.reserve_positions(count)
     size, device = context.block_size_tokens, model.device
     blocks = -(-count // size)
     context.block_table[0, :blocks] = torch.arange(1, blocks + 1, device=device)

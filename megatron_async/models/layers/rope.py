@@ -37,8 +37,8 @@ def inverse_frequencies(
     return (1 - keep) * frequencies / scaling.factor + keep * frequencies
 
 
-FIRST_ROWS = 2**18
-"""Most rows that a new table has."""
+FIRST_ROWS = 2**12
+"""Most rows that a new table has: who serves more positions reserves them."""
 
 
 def _llama3_ramp(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

@@ -66,6 +66,7 @@ class CacheSizes:
         max_tokens: int | None = None,
         block_size_tokens: int = DEFAULT_BLOCK_SIZE_TOKENS,
         block_count: int | None = None,
+        asked: str | None = None,
         num_cuda_graphs: int | None = None,
         batch_invariant: bool = False,
         num_speculative_tokens: int = 0,
@@ -79,6 +80,7 @@ class CacheSizes:
             paused_buffer_size_gb: part of it that requests may keep which wait for a block; None is
                 all.
             slot_count: None is twice ``max_requests``.
+            asked: what the block count comes from, if it is no argument of the user's.
 
         Raises:
             ConfigError: a value is out of range, or the buffer holds no block.
@@ -95,7 +97,7 @@ class CacheSizes:
             max_tokens = check_integer("max_tokens", max_tokens, 1)
         drafts = check_integer("num_speculative_tokens", num_speculative_tokens, 0, MAX_DRAFTS)
         block_bytes = token_bytes * block_size_tokens
-        asked = f"block_count={block_count}"
+        asked = asked or f"block_count={block_count}"
         if block_count is not None:
             block_count = check_integer("block_count", block_count, 1, MAX_COUNT)
         elif block_bytes == 0:  # no layer attends, and blocks count tokens alone

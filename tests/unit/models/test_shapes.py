@@ -13,10 +13,9 @@ import torch
 from megatron_async.benchmark import runner
 from megatron_async.benchmark.model import BenchmarkModel
 from megatron_async.cli.main import main
-from megatron_async.device import bandwidth
+from megatron_async.device import bandwidth, memory
 from megatron_async.device.bandwidth import copy_bandwidth
-from megatron_async.errors import ConfigError
-from megatron_async.models import build
+from megatron_async.errors import ModelTooLargeError
 from megatron_async.models.build import build_random_model
 from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.description.memory_traffic import (
@@ -160,10 +159,10 @@ def test_a_copy_measures_the_bandwidth_of_a_gpu_that_has_no_figure(
 def test_random_weights_beyond_the_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = SHAPES["tiny-llama"]
     needed = weight_bytes(config, 4)
-    monkeypatch.setattr(build, "memory_bytes", lambda device: needed - 1)
-    with pytest.raises(ConfigError, match=r"in float32, and device cpu has .* GiB; take a smaller"):
+    monkeypatch.setattr(memory, "free_bytes", lambda device: needed - 1)
+    with pytest.raises(ModelTooLargeError, match=r"in float32, and device cpu has .* GiB free of "):
         build_random_model(config, device=torch.device("cpu"), dtype=torch.float32)
-    monkeypatch.setattr(build, "memory_bytes", lambda device: needed)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: needed)
     build_random_model(config, device=torch.device("cpu"), dtype=torch.float32)
 
 

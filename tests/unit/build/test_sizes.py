@@ -1,0 +1,168 @@
+"""Sizes that nobody gave: the cache fits what is free, and is never the reason of a refusal."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_async.build.sizes import (
+    DEFAULT_CACHE_GIB,
+    FREE_SHARE,
+    MOST_DEFAULT_TOKENS,
+    sizes_of,
+    snapshot_count_of,
+)
+from megatron_async.config.engine_config import EngineConfig
+from megatron_async.device import memory
+from megatron_async.engine import engine as engine_module
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.engine.recording import read_run
+from megatron_async.errors import CacheTooLargeError, ConfigError, ModelTooLargeError
+from megatron_async.models.build import build_model
+from megatron_async.models.description.kv_cache_spec import KVCacheSpec
+from megatron_async.models.description.memory_traffic import weight_bytes
+from megatron_async.models.served import ModelDescription
+from megatron_async.runner.memory.cache_sizes import CacheSizes
+from tests.unit.checkpoint.test_checkpoint_security import CONFIG
+
+GIB = 2**30
+CACHED = KVCacheSpec(num_layers=4, num_kv_heads=8, head_dim=64, dtype=torch.bfloat16)
+TOKEN_BYTES = CACHED.token_bytes
+
+
+def described(longest: int, **more: Any) -> ModelDescription:
+    return ModelDescription(
+        vocab_size=100, max_sequence_length=longest, kv_cache=CACHED, **more
+    )
+
+
+def sizes(longest: int, free: int | None = None, **asked: Any) -> CacheSizes:
+    return sizes_of(described(longest), None, EngineConfig(**asked), "cuda", free)
+
+
+def taken(found: CacheSizes) -> int:
+    return found.block_count * found.block_size_tokens * TOKEN_BYTES
+
+
+@pytest.mark.parametrize("free", (3 * GIB, GIB, GIB // 50))
+def test_default_cache_fits_what_is_free(free: int) -> None:
+    found = sizes(2**19, free)
+    assert 0 < taken(found) <= FREE_SHARE * free
+    assert found.max_sequence_length == found.block_count * found.block_size_tokens < 2**19
+
+
+def test_default_cache_has_its_size_where_memory_is_free() -> None:
+    found = sizes(2**17, 100 * GIB)
+    assert taken(found) == DEFAULT_CACHE_GIB["cuda"] * GIB
+    assert found.max_sequence_length == 2**17
+    assert found == sizes(2**17)
+
+
+def test_a_length_that_was_shortened_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = sizes(2**19, GIB)
+    (said,) = caplog.messages
+    assert f"up to {found.max_sequence_length:,} tokens of the model's 524,288" in said
+    caplog.clear()
+    sizes(2**19, GIB, max_sequence_length=100)
+    sizes(2**19, GIB, block_count=40)
+    assert not caplog.messages
+
+
+def test_requests_are_as_long_as_the_cache_that_was_given() -> None:
+    assert sizes(10**8, block_count=40).max_sequence_length == 40 * 64
+    assert sizes(10**8, block_count=40, max_sequence_length=9000).max_sequence_length == 9000
+    found = sizes(10**8, buffer_size_gb=0.25)
+    assert found.max_sequence_length == found.block_count * 64
+
+
+@pytest.mark.parametrize("longest", (10**7, 10**8, 2**31 - 1))
+def test_a_file_does_not_say_how_much_is_made(longest: int) -> None:
+    found = sizes(longest, 1000 * GIB)
+    assert found.max_sequence_length == MOST_DEFAULT_TOKENS
+    assert taken(found) <= DEFAULT_CACHE_GIB["cuda"] * GIB
+
+
+def test_a_length_that_was_given_is_named_where_memory_has_no_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = sizes(2**19, GIB, max_sequence_length=2**19)
+    assert taken(found) >= 2**19 * TOKEN_BYTES
+    assert found.asked == "max_sequence_length=524288"
+    monkeypatch.setattr(memory, "memory_bytes", lambda device: 80 * GIB)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: GIB)
+    with (
+        pytest.raises(CacheTooLargeError, match=r"1.0 GiB free of 80.0 GiB; lower it, or free what"),
+        memory.must_fit(torch.device("meta"), 2 * GIB, "the cache", "it"),
+    ):
+        raise AssertionError
+
+
+def test_no_room_for_one_block_is_one_line() -> None:
+    with pytest.raises(CacheTooLargeError, match=r"a block of .* and 0.000 GiB are free; lower blo"):
+        sizes(2**19, 1000)
+
+
+def test_a_draft_models_length_shortens_a_default_and_refuses_what_was_given() -> None:
+    def found(**asked: Any) -> int:
+        config = EngineConfig(num_speculative_tokens=2, draft_model="tiny", **asked)
+        made = sizes_of(described(2**17), described(2**15), config, "cuda", None)
+        return made.max_sequence_length
+
+    assert found() == 2**15
+    with pytest.raises(ConfigError, match="draft_model takes 32768 tokens and requests may have"):
+        found(max_sequence_length=2**16)
+
+
+def test_drafts_shorten_a_default_to_where_rotations_change() -> None:
+    config = EngineConfig(num_speculative_tokens=2, speculative_method="ngram")
+    found = sizes_of(described(2**17, rotation_limit=4096), None, config, "cuda", None)
+    assert found.max_sequence_length == 4096
+
+
+def test_default_snapshots_fit_what_is_free() -> None:
+    model = described(2**12, state_bytes=2**20)
+    config = EngineConfig(max_requests=1000)
+    counts = [
+        snapshot_count_of(model, sizes(2**12, max_requests=1000), config, "cuda", free)
+        for free in (None, 8 * GIB, GIB, 2**20)
+    ]
+    assert counts == [4000, 1024, 128, 1]
+
+
+def test_an_engine_asks_what_is_free_and_a_record_says_what_it_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "free_bytes", lambda device: 2**20)
+    config = EngineConfig(device="cpu", record=str(tmp_path / "run"), max_requests=2)
+    with DynamicInferenceEngine.from_pretrained("tiny", config) as engine:
+        chosen = engine.cache.sizes
+    assert chosen.block_count * engine.cache.block_size_bytes <= FREE_SHARE * 2**20
+    header = json.loads((tmp_path / "run").read_text().splitlines()[0])["config"]
+    assert header["block_count"] == chosen.block_count
+    assert read_run(tmp_path / "run").config.max_sequence_length == chosen.max_sequence_length
+
+
+def test_weights_that_do_not_fit_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda device: weight_bytes(CONFIG, 4) - 1)
+    with pytest.raises(ModelTooLargeError, match=r"the weights take .* GiB in float32, and .* free"):
+        build_model(CONFIG, device="cpu", dtype=torch.float32)
+
+
+def test_memory_that_runs_out_while_a_model_is_built_is_one_line() -> None:
+    with (
+        pytest.raises(ModelTooLargeError, match=r"the weights take 0.0 GiB in .*; take a smaller"),
+        memory.weights_must_fit(torch.device("cpu"), 1, torch.float32),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+
+def test_the_machine_says_what_is_free() -> None:
+    free = memory.free_bytes(torch.device("cpu"))
+    total = memory.memory_bytes(torch.device("cpu"))
+    assert free is not None and total is not None and 2**24 < free <= total
