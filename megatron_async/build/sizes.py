@@ -27,7 +27,7 @@ FREE_SHARE = 0.75
 SNAPSHOT_SHARE = 0.125
 """The same of the default snapshots."""
 MOST_DEFAULT_TOKENS = 2**20
-"""A request has at most this many tokens, unless the user allows more: a file may say any number."""
+"""Most tokens of a request, unless the user allows more: a file may say any number."""
 
 
 def cached_tokens(

@@ -25,8 +25,8 @@ def memory_bytes(device: torch.device) -> int | None:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that ``device`` has left, or the machine for a CPU, beside what others hold; None where
-    that is not known. What PyTorch keeps for its next tensors is left."""
+    """Memory that ``device`` has left, or the machine for a CPU, beside what others hold; None
+    where that is not known. What PyTorch keeps for its next tensors is left."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

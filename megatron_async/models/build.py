@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from megatron_async import megatron_compat as compat
 from megatron_async.device.memory import weights_must_fit
-from megatron_async.errors import ConfigError
 from megatron_async.megatron_compat.specs import number_mtp_layers
 from megatron_async.models import parallel
 from megatron_async.models.description.config import ModelConfig

@@ -17,7 +17,8 @@ import tokenizers
 from megatron_async.checkpoint.reading.json_file import one_line, read_json
 from megatron_async.checkpoint.reading.regular_files import is_regular_file, read_file
 from megatron_async.errors import CheckpointError, RequestError, shown
-from megatron_async.tokenizer.calls import guarded, parse
+from megatron_async.tokenizer.calls import guarded, parse, part_as_json
+from megatron_async.tokenizer.probing import check_tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -61,11 +62,13 @@ def _decoder_types(decoder: dict[str, Any] | None) -> list[str]:
     return [name]
 
 
-def _check_unknown_token(model: dict[str, Any]) -> None:
+def _check_unknown_token(model: tokenizers.models.Model) -> None:
     """With BPE, no text that needs the token for what is unknown could be tokenized."""
-    token = model.get("unk_token")
-    if model.get("type") == "BPE" and token is not None and token not in model["vocab"]:
-        raise ValueError(f"unk_token={shown(token)} of its BPE model is not in the vocabulary")
+    if not isinstance(model, tokenizers.models.BPE) or model.unk_token is None:
+        return
+    if model.token_to_id(model.unk_token) is None:
+        said = f"unk_token={shown(model.unk_token)} of its BPE model is not in the vocabulary"
+        raise ValueError(said)
 
 
 class DetokenizeStream(ABC):
@@ -184,9 +187,9 @@ class Tokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         try:
-            parts = json.loads(tokenizer.to_str())
-            decoder_types = _decoder_types(parts.get("decoder"))
-            _check_unknown_token(parts["model"])
+            # Not all of it as JSON: that has a place for each id up to the largest.
+            decoder_types = _decoder_types(json.loads(part_as_json(tokenizer.decoder)))
+            _check_unknown_token(tokenizer.model)
             if "ByteLevel" in decoder_types and len(decoder_types) > 1:
                 raise ValueError("decoder ByteLevel is supported alone, not in a longer Sequence")
         except (ValueError, KeyError, TypeError) as error:
@@ -214,15 +217,13 @@ class Tokenizer:
             raise CheckpointError(f"{file}: no such file")
         # Parsed from bytes: a file that vanishes or is cut short is an ordinary OSError.
         data = read_file(file, MOST_TOKENIZER_BYTES)
+        check_tokenizer(file, data)
         try:
             tokenizer = parse(data)
         except Exception as error:  # the library raises bare Exception for a corrupt file
             raise CheckpointError(
                 f"{file}: not a valid tokenizer file: {one_line(error)}"
             ) from error
-        # The file keeps the limits of its last use, often training; prompts are encoded whole.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
         config = read_json(config_file) if is_regular_file(config_file) else {}
         names: dict[str, str | None] = {}
         for field in ("bos_token", "eos_token"):

@@ -226,7 +226,10 @@ def test_prompts_of_lower_priority_go_first(
         (["--prompt", ""], ["--prompt 1", "empty"]),
         (["--prompt", "x" * 300], ["300 tokens", "256", "at most 255"]),
         (["--prompt", "a", "--max-new-tokens", "999"], ["999", "generate at most 255"]),
-        (["--prompt", "a", "--block-count", "1"], ["--block-count", "2 KV blocks"]),
+        (
+            ["--prompt", "a", "--block-count", "1", "--inference-max-seq-length", "256"],
+            ["--block-count", "4 KV blocks"],
+        ),
         (["--prompt", "a", "--inference-max-seq-length", "999"], ["999", "256"]),
     ],
 )

@@ -38,9 +38,11 @@ def hash_engine(
     tokenizer: Any = None,
     **values: Any,
 ) -> DynamicInferenceEngine:
-    """An engine over the hash model, with debug checks on."""
+    """An engine over the hash model, with debug checks on. A request may have all tokens of the
+    model, however small the cache is."""
     values.setdefault("debug", True)
     model = model or HashModel(device_name)
+    values.setdefault("max_sequence_length", model.max_sequence_length)
     drafts = getattr(model, "num_speculative_tokens", 0)
     config = config_at(depth, device=device_name, **{"num_speculative_tokens": drafts, **values})
     return DynamicInferenceEngine(

@@ -82,14 +82,15 @@ class HashModel(Network):
         self, token_ids: torch.Tensor, position_ids: torch.Tensor, context: ForwardBatch
     ) -> torch.Tensor:
         block_size = context.block_size_tokens
-        blocks = context.block_table[context.token_slots][:, self._positions // block_size]
-        places = blocks * block_size + self._positions % block_size
-        seen = self._positions < position_ids[:, None] + 1
-        state = token_ids + 97 * self._salt
+        positions = self._positions[: context.max_sequence_length]
+        blocks = context.block_table[context.token_slots][:, positions // block_size]
+        places = blocks * block_size + positions % block_size
+        seen = positions < position_ids[:, None] + 1
+        state, weights = token_ids + 97 * self._salt, self._weights[: len(positions)]
         for layer in (0, 1):
             cells = context.kv_cache[layer, 0, :, :, 0, 0].view(-1)
             cells[context.slot_mapping] = state
-            terms = torch.where(seen, (cells[places] + 1) % MODULUS * self._weights % MODULUS, 0)
+            terms = torch.where(seen, (cells[places] + 1) % MODULUS * weights % MODULUS, 0)
             state = terms.sum(dim=1) % MODULUS
         state = self.further_layers(state, token_ids, position_ids, context)
         if context.last_token_index is not None:

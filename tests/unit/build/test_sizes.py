@@ -36,9 +36,7 @@ TOKEN_BYTES = CACHED.token_bytes
 
 
 def described(longest: int, **more: Any) -> ModelDescription:
-    return ModelDescription(
-        vocab_size=100, max_sequence_length=longest, kv_cache=CACHED, **more
-    )
+    return ModelDescription(vocab_size=100, max_sequence_length=longest, kv_cache=CACHED, **more)
 
 
 def sizes(longest: int, free: int | None = None, **asked: Any) -> CacheSizes:
@@ -97,14 +95,18 @@ def test_a_length_that_was_given_is_named_where_memory_has_no_room(
     monkeypatch.setattr(memory, "memory_bytes", lambda device: 80 * GIB)
     monkeypatch.setattr(memory, "free_bytes", lambda device: GIB)
     with (
-        pytest.raises(CacheTooLargeError, match=r"1.0 GiB free of 80.0 GiB; lower it, or free what"),
+        pytest.raises(
+            CacheTooLargeError, match=r"1.0 GiB free of 80.0 GiB; lower it, or free what"
+        ),
         memory.must_fit(torch.device("meta"), 2 * GIB, "the cache", "it"),
     ):
         raise AssertionError
 
 
 def test_no_room_for_one_block_is_one_line() -> None:
-    with pytest.raises(CacheTooLargeError, match=r"a block of .* and 0.000 GiB are free; lower blo"):
+    with pytest.raises(
+        CacheTooLargeError, match=r"a block of .* and 0.000 GiB are free; lower blo"
+    ):
         sizes(2**19, 1000)
 
 
@@ -150,7 +152,9 @@ def test_an_engine_asks_what_is_free_and_a_record_says_what_it_took(
 
 def test_weights_that_do_not_fit_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_bytes", lambda device: weight_bytes(CONFIG, 4) - 1)
-    with pytest.raises(ModelTooLargeError, match=r"the weights take .* GiB in float32, and .* free"):
+    with pytest.raises(
+        ModelTooLargeError, match=r"the weights take .* GiB in float32, and .* free"
+    ):
         build_model(CONFIG, device="cpu", dtype=torch.float32)
 
 
