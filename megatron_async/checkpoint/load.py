@@ -113,6 +113,62 @@ def describe_pretrained(path: str | Path) -> Description:
     return _describe(model_directory(path)).model
 
 
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model directory whose description was compared with what is stored, by headers alone."""
+
+    directory: Path
+    described: _Described
+
+    @classmethod
+    def at(cls, path: str | Path) -> ModelFiles:
+        """Those of a directory or an embedded model; raises CheckpointError."""
+        directory = model_directory(path)
+        described = _describe(directory)
+        check_stored_size(directory, described.model.config, described.shapes(directory))
+        return cls(directory, described)
+
+    @property
+    def config(self) -> ModelConfig:
+        """The architecture."""
+        return self.described.model.config
+
+    def check_headers(self, model: Any) -> None:
+        """Raises CheckpointError unless what is stored fits ``model``, which has the same
+        architecture: names, shapes and dtypes. No tensor is read."""
+        if self.described.distributed is not None:
+            from megatron_async.checkpoint.megatron.distributed import check_weights
+
+            check_weights(self.directory, model, self.described.distributed)
+            return
+        config = self.config
+        if self.described.own:
+            native.weights_of(self.directory, config, model).check()
+        else:
+            from megatron_async.checkpoint.huggingface.huggingface_weights import weights_of
+
+            weights_of(self.directory, config, model).check()
+
+    def load(self, device: torch.device, dtype: torch.dtype) -> Any:
+        """Build the model and fill it; raises CheckpointError."""
+        # Importing megatron takes seconds: not before all that can fail without it has passed.
+        from megatron_async.models.build import build_model
+
+        config = self.config
+        model = build_model(config, device=device, dtype=dtype, initialize=False)
+        if self.described.distributed is not None:
+            from megatron_async.checkpoint.megatron.distributed import load_weights
+
+            load_weights(self.directory, model, self.described.distributed)
+        elif self.described.own:
+            native.weights_of(self.directory, config, model).load()
+        else:
+            from megatron_async.checkpoint.huggingface import huggingface_weights
+
+            huggingface_weights.load_weights(self.directory, config, model)
+        return model
+
+
 def load_pretrained(
     path: str | Path,
     *,
@@ -147,14 +203,13 @@ def load_pretrained(
         raise CheckpointError(
             f"allow_non_finite_weights={shown(allow_non_finite_weights)} must be True or False"
         )
+    device = torch.device(device)
     shape = random_shape(path)
     if shape is not None:
         made_up = load_tokenizer(path, tokenizer_model)
-        return _random(str(path), shape, torch.device(device), dtype, made_up)
-    directory = model_directory(path)
-    described = _describe(directory)
-    description = described.model
-    check_stored_size(directory, description.config, described.shapes(directory))
+        return _random(str(path), shape, device, dtype, made_up)
+    files = ModelFiles.at(path)
+    directory, description = files.directory, files.described.model
     tokenizer = None
     place = tokenizer_directory(directory, tokenizer_model)
     if place is not None:
@@ -162,15 +217,9 @@ def load_pretrained(
     eos_token_ids = description.eos_token_ids
     if not eos_token_ids and tokenizer is not None:
         eos_token_ids = tokenizer.eos_ids
-    device = torch.device(device)
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else description.dtype
-
-    # Importing megatron takes seconds: not before all that can fail without it has passed.
-    from megatron_async.models.build import build_model
-
-    model = build_model(description.config, device=device, dtype=dtype, initialize=False)
-    _load_weights(directory, described, model)
+    model = files.load(device, dtype)
     if description.vocabulary is not None:
         model.token_count = description.vocabulary.token_count(
             description.config.vocab_size, None if tokenizer is None else tokenizer.vocab_size
@@ -184,20 +233,6 @@ def load_pretrained(
         eos_token_ids=eos_token_ids,
         name=(directory if path in EMBEDDED else Path(path)).resolve().name,
     )
-
-
-def _load_weights(directory: Path, described: _Described, model: Any) -> None:
-    config = described.model.config
-    if described.distributed is not None:
-        from megatron_async.checkpoint.megatron.distributed import load_weights as load_distributed
-
-        load_distributed(directory, model, described.distributed)
-    elif described.own:
-        native.load_weights(directory, config, model)
-    else:
-        from megatron_async.checkpoint.huggingface.huggingface_weights import load_weights
-
-        load_weights(directory, config, model)
 
 
 def _random(

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from megatron_async.checkpoint.reading.files import (
     SINGLE_FILE,
     Description,
+    SafetensorsWeights,
     dtype_name,
-    load_safetensors,
     parse_dtype,
     parse_token_ids,
     stored_shapes,
@@ -130,11 +130,11 @@ def describe(directory: Path, values: dict[str, Any]) -> Description:
     return Description(config, eos_token_ids, parse_dtype(path, values.get("dtype")))
 
 
-def load_weights(directory: Path, config: ModelConfig, model: torch.nn.Module) -> None:
-    """Fill ``model``, built from ``config``, with the weights of a native directory.
+def weights_of(directory: Path, config: ModelConfig, model: torch.nn.Module) -> SafetensorsWeights:
+    """The weights of a native directory, for ``model``, which was built from ``config``.
 
     Raises:
-        CheckpointError: see :func:`megatron_async.checkpoint.reading.files.load_safetensors`.
+        CheckpointError: a file is corrupt, or has nothing for a parameter.
     """
     parallel, stage = TensorParallel.current(), Stage.of(model)
     gated = config.gated
@@ -148,10 +148,9 @@ def load_weights(directory: Path, config: ModelConfig, model: torch.nn.Module) -
         for name, parameter in model.named_parameters()
     }
     if stage.stages == 1:
-        load_safetensors(directory, here)
-        return
+        return SafetensorsWeights(directory, here, {}, lambda name: False)
     names = {name: stage.local(name) for name in stored_shapes(directory)}
     targets = {name: here[local] for name, local in names.items() if local in here}
     if missing := here.keys() - set(names.values()):
         raise CheckpointError(f"{directory}: nothing fills {min(missing)} of this rank's stage")
-    load_safetensors(directory, targets, ignore=lambda name: names[name] is None)
+    return SafetensorsWeights(directory, targets, {}, lambda name: names[name] is None)

@@ -28,7 +28,7 @@ MOST_GROWTH = 64
 MOST_ADDED = 4096
 """The same for what is added to each text."""
 MOST_CHARACTERS = 512
-"""Of those that the file's rules name, which are tried one by one."""
+"""Most characters of the file's rules that are tried one by one."""
 RUN = 64
 """A character is tried this often in a row: some patterns then take for ever."""
 

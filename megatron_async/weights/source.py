@@ -16,13 +16,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import safetensors
 import safetensors.torch
+import torch
 from torch import Tensor
 
+from megatron_async.checkpoint.path import model_directory, random_shape
 from megatron_async.checkpoint.reading.json_file import one_line
 from megatron_async.checkpoint.reading.regular_files import is_directory, is_regular_file
+from megatron_async.checkpoint.reading.stored_size import SLACK, least_parameters
 from megatron_async.errors import CheckpointError
+from megatron_async.models import parallel
 from megatron_async.models.description.config import ModelConfig
 from megatron_async.weights.announced import BUFFER_BYTES, Group, receive_announced
+from megatron_async.weights.header import check_directory_size, check_file
 from megatron_async.weights.shared_memory import open_weights
 from megatron_async.weights.tensor_info import TensorInfo
 
@@ -60,17 +65,27 @@ class ModelDirectory:
     each_rank_reads: ClassVar[bool] = True
 
     def read(self, model: GPTModel) -> Mapping[str, Any]:
-        """The state dict of this rank's share, in the dtype of ``model``."""
-        from megatron_async.checkpoint.load import load_pretrained
+        """The state dict of this rank's share, in the dtype of ``model``. A directory of another
+        model is refused by its config.json and its headers."""
+        # Elements that are not finite are looked for with all the rest.
+        device, dtype = torch.device("cpu"), next(model.parameters()).dtype
+        shape = random_shape(self.path)
+        if shape is not None:
+            from megatron_async.models.build import build_random_model
 
-        dtype = next(model.parameters()).dtype
-        # What is read here is checked with all the rest.
-        loaded = load_pretrained(
-            self.path, device="cpu", dtype=dtype, allow_non_finite_weights=True
-        )
+            _check_config(self.path, shape, model)
+            made: Mapping[str, Any] = build_random_model(
+                shape, device=device, dtype=dtype
+            ).state_dict()
+            return made
+        from megatron_async.checkpoint.load import ModelFiles
+
+        check_directory_size(model, model_directory(self.path))
+        found = ModelFiles.at(self.path)
+        _check_config(self.path, found.config, model)
         if model.model_config is not None:
-            _check_same_architecture(self.path, loaded.config, model.model_config)
-        state: Mapping[str, Any] = loaded.model.state_dict()
+            found.check_headers(model)
+        state: Mapping[str, Any] = found.load(device, dtype).state_dict()
         return state
 
 
@@ -88,6 +103,8 @@ class WeightsFile:
                 f"{self.path}: not a .safetensors file; give one, or a model directory"
             )
         try:
+            if model is not None:
+                check_file(model, Path(self.path))
             return safetensors.torch.load_file(self.path)
         except (safetensors.SafetensorError, OSError) as error:
             raise CheckpointError(f"{self.path}: cannot be read: {one_line(error)}") from error
@@ -180,6 +197,20 @@ def replaces_all(model: GPTModel, path: str) -> bool:
     except (OSError, safetensors.SafetensorError):
         return False
     return {name for name, _ in model.named_parameters()} <= names
+
+
+def _check_config(path: str, new: ModelConfig, model: GPTModel) -> None:
+    """Raise for another model than the one that is served. A model that its user built has no
+    config to compare, so its size is."""
+    if model.model_config is not None:
+        _check_same_architecture(path, new, model.model_config)
+        return
+    stored, least = sum(each.numel() for each in model.parameters()), least_parameters(new)
+    if parallel.current() is None and least > SLACK * stored:
+        raise CheckpointError(
+            f"{path}: config.json describes a model of at least {least:,} parameters, and the one "
+            f"that is served has {stored:,}"
+        )
 
 
 def _check_same_architecture(path: str, new: ModelConfig, served: ModelConfig) -> None:

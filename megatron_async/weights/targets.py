@@ -103,6 +103,17 @@ class Names:
                 raise CheckpointError(f"the new {head} differs from the tied {embedding}")
         return kept
 
+    def weights_of(self, infos: Sequence[TensorInfo]) -> list[TensorInfo]:
+        """What :meth:`without_doubles` leaves of tensors that are not read yet."""
+        family = self.model.huggingface_names if self.theirs else None
+        if family is None:
+            return list(infos)
+        kept = [info for info in infos if not info.name.endswith(family.ignored)]
+        head, embedding = f"{family.head}.weight", f"{family.embedding}.weight"
+        if not self.model.share_embeddings_and_output_weights:
+            return kept
+        return [info._replace(name=embedding) if info.name == head else info for info in kept]
+
     def shares(self, infos: Sequence[TensorInfo], *, all_parameters: bool) -> Shares:
         """Where each tensor, or this rank's share of it, goes.
 

@@ -15,7 +15,7 @@ from megatron_async.checkpoint.huggingface.huggingface import family_of
 from megatron_async.checkpoint.huggingface.latent_weights import latent_targets
 from megatron_async.checkpoint.huggingface.mamba_weights import mamba_targets
 from megatron_async.checkpoint.huggingface.mtp_weights import mtp_layers, mtp_targets
-from megatron_async.checkpoint.reading.files import load_safetensors, stored_shapes
+from megatron_async.checkpoint.reading.files import SafetensorsWeights, stored_shapes
 from megatron_async.checkpoint.reading.json_file import read_json
 from megatron_async.checkpoint.targets import EMBEDDING, OUTPUT, Stage, Target, TensorParallel
 from megatron_async.errors import CheckpointError, IntegrityError
@@ -350,8 +350,15 @@ def load_weights(directory: Path, config: ModelConfig, model: torch.nn.Module) -
     """Fill ``model``, built from ``config``, with the weights of ``directory``.
 
     Raises:
-        CheckpointError: see :func:`megatron_async.checkpoint.reading.files.load_safetensors`.
+        CheckpointError: see :class:`~megatron_async.checkpoint.reading.files.SafetensorsWeights`.
     """
+    weights_of(directory, config, model).load()
+    names = family_of(read_json(directory / "config.json")).names
+    vars(model)["huggingface_names"] = names  # for new weights under these
+
+
+def weights_of(directory: Path, config: ModelConfig, model: torch.nn.Module) -> SafetensorsWeights:
+    """The weights of ``directory``, for ``model``, which was built from ``config``."""
     names = family_of(read_json(directory / "config.json")).names
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     stored = stored_shapes(directory)
@@ -367,10 +374,7 @@ def load_weights(directory: Path, config: ModelConfig, model: torch.nn.Module) -
     if embedding not in targets:  # of a stage that has neither
         elsewhere = elsewhere | copies.keys()
         copies = {}
-    load_safetensors(
-        directory,
-        targets,
-        copies=copies,
-        ignore=lambda name: name in elsewhere or name.endswith(names.ignored),
+    ignored = names.ignored
+    return SafetensorsWeights(
+        directory, targets, copies, lambda name: name in elsewhere or name.endswith(ignored)
     )
-    vars(model)["huggingface_names"] = names  # for new weights under these

@@ -192,6 +192,20 @@ def load_weights(directory: Path, model: Any, content: Mapping[str, StoredTensor
     Optimizer state beside the weights is skipped, as are stored objects.
 
     Raises:
+        CheckpointError: as :func:`check_weights`.
+    """
+    parts = check_weights(directory, model, content)
+    with torch.no_grad():
+        for name, named_parts in parts.items():
+            _fill(name, content[name], named_parts)
+
+
+def check_weights(
+    directory: Path, model: Any, content: Mapping[str, StoredTensor]
+) -> dict[str, list[ShardedTensor]]:
+    """This rank's parts of the tensors in ``content``, by their names; no tensor is read.
+
+    Raises:
         CheckpointError: a file is missing or corrupt, holds a pickle of anything but plain data,
             or a tensor is missing, unexpected or of the wrong shape.
     """
@@ -218,6 +232,4 @@ def load_weights(directory: Path, model: Any, content: Mapping[str, StoredTensor
             raise CheckpointError(
                 f"{directory}: {name} has shape {list(stored[name].shape)}, expected {list(shape)}"
             )
-    with torch.no_grad():
-        for name, named_parts in parts.items():
-            _fill(name, stored[name], named_parts)
+    return parts

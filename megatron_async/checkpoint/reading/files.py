@@ -115,25 +115,53 @@ def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(stored.get_shape()) for _, name, stored in _stored_tensors(files)}
 
 
-def load_safetensors(
+@dataclass(frozen=True, slots=True)
+class SafetensorsWeights:
+    """Safetensors files of a directory, and where their tensors go.
+
+    Attributes:
+        copies: names that may also be stored, and the targets that they must then equal.
+        ignore: whether a name is of no weights of this rank.
+    """
+
+    directory: Path
+    targets: dict[str, Target]
+    copies: dict[str, str]
+    ignore: Callable[[str], bool]
+
+    def check(self) -> None:
+        """Compare the headers of the files with the targets; no tensor is read.
+
+        Raises:
+            CheckpointError: a file is missing or corrupt; a tensor is missing, unexpected, stored
+                twice, of the wrong shape or of a dtype that is not a plain float.
+        """
+        _check_headers(self.directory, self.targets, self.copies, self.ignore)
+
+    def load(self) -> None:
+        """Copy the weights into the targets, one tensor in memory at a time; raises as
+        :meth:`check`, before the first of them, and where a copy differs."""
+        self.check()
+        files, _ = weight_files(self.directory)
+        targets, copies = self.targets, self.copies
+        for _, name, stored in _stored_tensors(files):
+            if name in targets:
+                targets[name].copy_from(stored[...])
+        if not copies:
+            return
+        for file, name, stored in _stored_tensors(files):
+            if name in copies and not targets[copies[name]].equals(stored[...]):
+                raise CheckpointError(f"{file}: {name} differs from the tied {copies[name]}")
+
+
+def _check_headers(
     directory: Path,
     targets: dict[str, Target],
-    *,
-    copies: dict[str, str] | None = None,
-    ignore: Callable[[str], bool] = lambda name: False,
+    copies: dict[str, str],
+    ignore: Callable[[str], bool],
 ) -> None:
-    """Copy the weights of ``directory`` into ``targets``, one tensor in memory at a time.
-
-    ``copies`` maps a name that may also be stored to the target it must then equal.
-
-    Raises:
-        CheckpointError: a file is missing or corrupt; a tensor is missing, unexpected, stored
-            twice, of the wrong shape or of a dtype that is not a plain float.
-    """
-    copies = copies or {}
     files, promised = weight_files(directory)
     seen: set[str] = set()
-    # All headers before the first tensor.
     for file, name, stored in _stored_tensors(files):
         if name in seen:
             raise CheckpointError(f"{file}: {name} is stored in another file too")
@@ -156,11 +184,3 @@ def load_safetensors(
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise CheckpointError(f"{directory}: tensor {min(missing)}{more} is missing")
-    for _, name, stored in _stored_tensors(files):
-        if name in targets:
-            targets[name].copy_from(stored[...])
-    if seen.isdisjoint(copies):
-        return
-    for file, name, stored in _stored_tensors(files):
-        if name in copies and not targets[copies[name]].equals(stored[...]):
-            raise CheckpointError(f"{file}: {name} differs from the tied {copies[name]}")

@@ -21,6 +21,8 @@ _NEEDED_BY: dict[str, tuple[str, ...]] = {
     "longrope": ("original_max_position_embeddings", "short_factor", "long_factor"),
     "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
+MOST_ROTATIONS = 2**20
+"""The largest border of the ramp of "yarn"; one over it is the smallest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +62,12 @@ class RopeScaling:
         for name in _NEEDED_BY[self.kind]:
             if getattr(self, name) is None:
                 raise CheckpointError(f"model config: rope scaling {self.kind} needs {name}")
+        for name in ("beta_fast", "beta_slow"):
+            if not 1 / MOST_ROTATIONS <= getattr(self, name) <= MOST_ROTATIONS:
+                raise CheckpointError(
+                    f"model config: {name}={getattr(self, name)} must be between "
+                    f"{1 / MOST_ROTATIONS} and {MOST_ROTATIONS}"
+                )
         if self.kind == "llama3":
             assert self.low_freq_factor is not None and self.high_freq_factor is not None
             if self.high_freq_factor <= self.low_freq_factor:

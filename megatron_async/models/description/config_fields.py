@@ -9,6 +9,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from megatron_async.config.engine_config import MAX_COUNT
 from megatron_async.errors import CheckpointError, shown
 
+MOST_ELEMENTS = 2**16
+"""No list of a configuration is longer."""
+
 
 def _wanted(kind: Any, value: Any, least: int) -> str | None:
     """What a field of type ``kind`` must be, where ``value`` is not that."""
@@ -30,9 +33,9 @@ def _wanted(kind: Any, value: Any, least: int) -> str | None:
         good, wanted = known, f"one of {', '.join(get_args(kind))}"
     elif get_origin(kind) is tuple:
         element = get_args(kind)[0]
-        is_list = isinstance(value, tuple)
+        is_list = isinstance(value, tuple) and len(value) <= MOST_ELEMENTS
         good = is_list and all(_wanted(element, x, least=0) is None for x in value)
-        wanted = f"a list, each element {_wanted(element, None, least=0)}"
+        wanted = f"a list of at most {MOST_ELEMENTS}, each {_wanted(element, None, least=0)}"
     else:
         good, wanted = isinstance(value, kind), f"a {kind.__name__}"
     return None if good else wanted

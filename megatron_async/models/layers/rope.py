@@ -38,7 +38,7 @@ def inverse_frequencies(
 
 
 FIRST_ROWS = 2**12
-"""Most rows that a new table has: who serves more positions reserves them."""
+"""Most rows that a new table has: an engine that serves more positions reserves them."""
 
 
 def _llama3_ramp(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

@@ -21,9 +21,11 @@ from megatron_async.engine.lifecycle.host_timeline import HostTimeline
 from megatron_async.engine.lifecycle.sleep_mode import checked_level
 from megatron_async.errors import (
     BusyError,
+    EngineDeadError,
     EngineStoppedError,
     IntegrityError,
     MegatronAsyncError,
+    RankDiedError,
     RequestError,
 )
 from megatron_async.perfetto.events import Recording, trace_events
@@ -219,8 +221,9 @@ class Controls:
     def weights(self, path: str, recompute_kv_cache: bool = True) -> dict[str, Any]:
         """Replace the weights between two steps by those of a model directory or file."""
         with self._only_update():
-            is_whole = replaces_all(self._engine.model.weights_owner, path)
             self._engine.update_weights(path, recompute_kv_cache=recompute_kv_cache)
+            # The file has been accepted, so its header is no larger than it may be.
+            is_whole = replaces_all(self._engine.model.weights_owner, path)
             paths = (*(each for each in self._kept.weights if each != path), path)
             if is_whole:
                 paths = (path,)
@@ -399,7 +402,7 @@ def _kind_of(error: Exception) -> str:
     """Return the kind of an :class:`~megatron_async.serving.messages.Answer`."""
     if isinstance(error, BusyError):
         return "busy"
-    if isinstance(error, EngineStoppedError):
+    if isinstance(error, EngineStoppedError | EngineDeadError | RankDiedError):
         return "dead"
     is_known = isinstance(error, MegatronAsyncError) and not isinstance(error, IntegrityError)
     return "invalid" if is_known else "internal"
