@@ -48,7 +48,7 @@ class ReplicasClient:
     """Gives requests of one front end to replicas, and hands out what they bring. What the front
     end needs of it is the same as of an
     :class:`~megatron_async.serving.front_end.engine_client.EngineClient`
-    (:class:`~megatron_async.serving.front_end.generation.Client`), and so is what belongs where.
+    (:class:`~megatron_async.serving.front_end.protocols.Client`), and so is what belongs where.
 
     Args:
         directory: which replicas there are.

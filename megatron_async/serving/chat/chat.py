@@ -252,7 +252,7 @@ class Chat:
         format = self._format(tools)
         if format is None:
             return ()
-        from megatron_async.serving.chat.tool_calls import MARKERS, ToolFormat
+        from megatron_async.serving.chat.tool_format import MARKERS, ToolFormat
 
         return MARKERS[ToolFormat(format)]
 
@@ -274,7 +274,7 @@ class Chat:
         """How an answer writes calls; None where it has none."""
         if not tools.tools:
             return None
-        from megatron_async.serving.chat.tool_calls import ToolFormat, tool_format_of
+        from megatron_async.serving.chat.tool_format import ToolFormat, tool_format_of
 
         if tools.required:
             return ToolFormat.JSON
@@ -298,7 +298,7 @@ class Chat:
         """
         if not tools and choice in (None, "none"):
             return ToolUse()
-        from megatron_async.serving.chat.tool_calls import (
+        from megatron_async.serving.chat.tool_choice import (
             allowed_tools,
             checked_tool_choice,
             checked_tools,

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from megatron_async.serving.chat.chat import Message, MessageParser, ToolUse, with_tools
 from megatron_async.serving.endpoints.log_prob_shapes import chat_log_probs, prompt_log_probs
 from megatron_async.serving.endpoints.request_shapes import ChatCompletionRequest
-from megatron_async.serving.front_end.generation import Choice, Job, Piece, usage_of
+from megatron_async.serving.front_end.job import Choice, Job, Piece, usage_of
 from megatron_async.serving.http.errors import json_response
 from megatron_async.serving.http.frontend import Frontend, log_jobs
 from megatron_async.serving.http.sse import DONE, EventStream, event, until_disconnect

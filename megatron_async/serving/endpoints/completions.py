@@ -18,13 +18,8 @@ from megatron_async.serving.endpoints.log_prob_shapes import (
     prompt_log_probs,
 )
 from megatron_async.serving.endpoints.request_shapes import CompletionRequest
-from megatron_async.serving.front_end.generation import (
-    Choice,
-    Job,
-    Piece,
-    ahead_of_others,
-    usage_of,
-)
+from megatron_async.serving.front_end.job import Choice, Job, Piece, usage_of
+from megatron_async.serving.front_end.piece_order import ahead_of_others
 from megatron_async.serving.http.errors import ApiError, json_response
 from megatron_async.serving.http.frontend import Frontend, log_jobs
 from megatron_async.serving.http.sse import DONE, EventStream, TextEvents, event, until_disconnect

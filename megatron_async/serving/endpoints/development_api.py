@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_async.errors import ConfigError, RequestError
+from megatron_async.serving.bodies.body import Body, Several
 from megatron_async.serving.endpoints.engine_api import PauseMode
-from megatron_async.serving.endpoints.request_shapes import Body, Several
 from megatron_async.serving.http.errors import ApiError, json_response
 from megatron_async.serving.http.frontend import Frontend
 from megatron_async.serving.http.keys import Access

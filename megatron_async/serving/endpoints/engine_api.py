@@ -13,13 +13,7 @@ from starlette.responses import Response
 
 from megatron_async.errors import EngineDeadError, EngineStalledError, RequestError
 from megatron_async.request.parameter_checks import check_vocabulary
-from megatron_async.serving.endpoints.request_shapes import (
-    Body,
-    Messages,
-    OwnFields,
-    Several,
-    Token,
-)
+from megatron_async.serving.bodies.body import Body, Messages, OwnFields, Several, Token
 from megatron_async.serving.http.errors import ApiError
 from megatron_async.serving.http.frontend import Frontend
 from megatron_async.serving.http.sse import until_disconnect

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_async.serving.front_end.generation import LogProbs
+from megatron_async.serving.front_end.job import LogProbs
 
 if TYPE_CHECKING:
     from megatron_async.tokenizer.tokenizer import Tokenizer

@@ -13,8 +13,9 @@ from megatron_async.errors import RequestError
 from megatron_async.request import parameter_checks as checks
 from megatron_async.request.parameter_ranges import INTEGERS, NUMBERS
 from megatron_async.sampling_params import SamplingParams
-from megatron_async.serving.endpoints.request_shapes import Body, Integer, Several, dividing
-from megatron_async.serving.front_end.generation import Choice, Job
+from megatron_async.serving.bodies.body import Body, Integer, Several
+from megatron_async.serving.bodies.sampling_fields import dividing
+from megatron_async.serving.front_end.job import Choice, Job
 from megatron_async.serving.http.errors import ApiError, json_response, renamed
 from megatron_async.serving.http.frontend import Frontend, log_jobs
 from megatron_async.serving.http.sse import until_disconnect

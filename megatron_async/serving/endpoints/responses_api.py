@@ -13,25 +13,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_async.errors import RequestError
-from megatron_async.serving.chat.chat import ToolUse, with_tools
-from megatron_async.serving.chat.chat_messages import plain
-from megatron_async.serving.endpoints.log_prob_shapes import chat_log_probs
-from megatron_async.serving.endpoints.request_shapes import (
+from megatron_async.serving.bodies.body import (
     MAX_MESSAGES,
     Body,
     Integer,
-    JsonSchema,
-    ResponseFormat,
-    SamplingFields,
     Several,
     at_least,
     at_most,
     range_of,
-    structure_of_format,
 )
+from megatron_async.serving.bodies.formats import JsonSchema, ResponseFormat, structure_of_format
+from megatron_async.serving.bodies.sampling_fields import SamplingFields
+from megatron_async.serving.chat.chat import ToolUse, with_tools
+from megatron_async.serving.chat.chat_messages import plain
+from megatron_async.serving.endpoints.log_prob_shapes import chat_log_probs
 from megatron_async.serving.endpoints.responses_input import InputMessages
 from megatron_async.serving.endpoints.responses_output import Event, OutputItems
-from megatron_async.serving.front_end.generation import Job, usage_of
+from megatron_async.serving.front_end.job import Job, usage_of
 from megatron_async.serving.http.errors import ApiError, describe, json_response, renamed
 from megatron_async.serving.http.frontend import Frontend, log_jobs
 from megatron_async.serving.http.sse import EventStream, event, until_disconnect

@@ -11,8 +11,9 @@ from megatron_async.errors import ConfigError
 from megatron_async.serving.chat.chat import Chat
 from megatron_async.serving.endpoints.log_prob_shapes import TokenNames
 from megatron_async.serving.front_end.engine_client import EngineClient
-from megatron_async.serving.front_end.generation import Client, Generator
+from megatron_async.serving.front_end.generation import Generator
 from megatron_async.serving.front_end.metrics import EngineCollector, EngineValues, ServerMetrics
+from megatron_async.serving.front_end.protocols import Client
 from megatron_async.serving.http.frontend import Frontend, ServerConfig
 from megatron_async.serving.messages import Endpoint
 

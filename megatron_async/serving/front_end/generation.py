@@ -8,17 +8,18 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from megatron_async.errors import EngineDeadError, ReplicaDiedError, RequestError
 from megatron_async.sampling_params import LIMITING, CheckedParams, SamplingParams
 from megatron_async.serving.front_end.choice_text import ChoiceText
+from megatron_async.serving.front_end.job import Choice, Job, Piece
+from megatron_async.serving.front_end.protocols import Client, Metrics
 from megatron_async.serving.http.errors import TOO_LONG, ApiError, renamed
-from megatron_async.serving.messages import Control, EngineInfo, Generate, Output, Snapshot
+from megatron_async.serving.messages import Control, EngineInfo, Generate, Output
 
 if TYPE_CHECKING:
     from megatron_async.tokenizer.tokenizer import Tokenizer  # which imports torch
@@ -30,157 +31,6 @@ CHARACTERS_A_TOKEN = 16
 
 CUT_SHORT = frozenset({"timeout", "abort"})
 """Ends for which OpenAI's API has no word."""
-
-LogProbs = Sequence[tuple[float, dict[int, float]]]
-
-
-class Client(Protocol):
-    """What the front end needs of ``EngineClient``."""
-
-    @property
-    def state(self) -> str:
-        """See there."""
-
-    @property
-    def snapshot(self) -> Snapshot | None:
-        """See there."""
-
-    @property
-    def states(self) -> Mapping[str, bool]:
-        """Whether each replica serves, by name; none where there is one engine."""
-
-    def check_ready(self) -> None:
-        """Raises EngineDeadError, which says why, while no request can be served."""
-
-    async def info(self) -> EngineInfo:
-        """What the engine says of its model."""
-
-    def generate(self, message: Generate) -> AsyncGenerator[Output, None]:
-        """The outputs of one request; closing the iterator aborts it."""
-
-    async def abort(self, request_id: int) -> None:
-        """End a request with what it has."""
-
-    async def command(self, message: Control) -> dict[str, Any]:
-        """Give the whole engine a command."""
-
-
-class Metrics(Protocol):
-    """What is needed of ``ServerMetrics``."""
-
-    def text(self) -> bytes:
-        """Everything, in Prometheus' text format."""
-
-    def opened(self) -> None:
-        """A client's request has begun."""
-
-    def closed(self) -> None:
-        """It is over, in whatever way."""
-
-    def refused(self, status: int) -> None:
-        """It got an error."""
-
-    def first_token(self, seconds: float) -> None:
-        """The first token of a prompt came ``seconds`` after the request."""
-
-    def tokens(self, count: int, seconds: float) -> None:
-        """``count`` further tokens of a choice came ``seconds`` after those before."""
-
-    def finished(self, reason: str, usage: dict[str, float] | None, seconds: float) -> None:
-        """A choice has ended, ``seconds`` after its request came."""
-
-
-class Piece(NamedTuple):
-    """What an output brought one choice. Its text is final."""
-
-    text: str
-    output: Output
-
-    @property
-    def finish_reason(self) -> str | None:
-        """None while the choice goes on."""
-        return self.output.finish_reason
-
-
-@dataclass(slots=True)
-class Job:
-    """One prompt on its way through the engine.
-
-    ``prompt_log_probs`` are there once the first piece is; ``generated`` counts tokens of all
-    choices, ``cached`` those of the prompt that were found in the prefix cache. ``begun`` are the
-    choices that have a token. ``queue_seconds`` and ``first_token``, in seconds after the request,
-    are the first choice's to have them. ``scores_prompt``: the prompt alone is asked for, and the
-    one token that the engine generates is not shown. ``markers`` are special tokens that mark tool
-    calls, by id, and stay in the text. ``is_acknowledged``: the first piece comes as
-    soon as the engine has taken the request, and may be empty. ``deaths``: replicas that have died
-    under it.
-    """
-
-    prompt: list[int]
-    params: SamplingParams
-    priority: int
-    request_id: int
-    timeout: float | None
-    names: dict[str, str]
-    skip_special_tokens: bool = True
-    text: str | None = None
-    scores_prompt: bool = False
-    markers: dict[int, str] = field(default_factory=dict)
-    is_acknowledged: bool = False
-    deaths: int = 0
-    prompt_log_probs: LogProbs | None = None
-    generated: int = 0
-    cached: int = 0
-    begun: set[int] = field(default_factory=set)
-    ends: dict[int, str] = field(default_factory=dict)
-    queue_seconds: float | None = None
-    first_token: float | None = None
-
-    def begin_again(self, deaths: int) -> None:
-        """Begin again at another replica, after ``deaths`` that have died."""
-        self.deaths = deaths
-        self.prompt_log_probs, self.generated = None, 0
-        self.begun.clear()
-        self.ends.clear()
-
-    def reasons(self) -> list[str]:
-        """Why each choice that has ended did, in the engine's words."""
-        return [self.ends[index] for index in sorted(self.ends)]
-
-
-@dataclass(slots=True)
-class Choice:
-    """A whole text, with what the engine says of it."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[tuple[float, dict[int, float]]] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-class Usage(NamedTuple):
-    """Tokens of a request."""
-
-    prompt: int
-    generated: int
-    cached: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the usage as completions and chat have it."""
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.generated,
-            "total_tokens": self.prompt + self.generated,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-        }
-
-
-def usage_of(jobs: Sequence[Job]) -> Usage:
-    """Tokens of all prompts of a request so far."""
-    prompt = sum(len(job.prompt) for job in jobs)
-    generated = sum(job.generated for job in jobs if not job.scores_prompt)
-    return Usage(prompt, generated, sum(job.cached for job in jobs))
 
 
 class Generator:
@@ -499,27 +349,3 @@ async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def ahead_of_others(
-    pieces: AsyncIterator[tuple[int, Piece]], jobs: Sequence[Job]
-) -> AsyncIterator[tuple[int, Piece]]:
-    """``pieces`` in an order in which each prompt's log-probabilities, which come with its first
-    choice, are there before any piece of the prompt."""
-    are_due = any(job.params.wants_prompt_log_probs for job in jobs)
-    return _in_order(pieces, jobs) if are_due else pieces
-
-
-async def _in_order(
-    pieces: AsyncIterator[tuple[int, Piece]], jobs: Sequence[Job]
-) -> AsyncIterator[tuple[int, Piece]]:
-    held: dict[int, list[Piece]] = {}
-    async for number, piece in pieces:
-        job = jobs[number]
-        due = job.params.wants_prompt_log_probs and len(job.prompt) > 1
-        if due and job.prompt_log_probs is None and piece.output.index:
-            held.setdefault(number, []).append(piece)
-            continue
-        yield number, piece
-        for earlier in held.pop(number, ()):
-            yield number, earlier

@@ -12,7 +12,9 @@ from starlette.requests import Request
 from megatron_async.errors import ConfigError
 from megatron_async.serving.chat.chat import Chat
 from megatron_async.serving.endpoints.log_prob_shapes import TokenNames
-from megatron_async.serving.front_end.generation import Generator, Job, Metrics, usage_of
+from megatron_async.serving.front_end.generation import Generator
+from megatron_async.serving.front_end.job import Job, usage_of
+from megatron_async.serving.front_end.protocols import Metrics
 from megatron_async.serving.http import tracing
 from megatron_async.serving.http.errors import ApiError
 from megatron_async.serving.http.keys import check_keys

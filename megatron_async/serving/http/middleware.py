@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from megatron_async.serving.front_end.generation import Metrics
+from megatron_async.serving.front_end.protocols import Metrics
 from megatron_async.serving.http import tracing
 from megatron_async.serving.http.errors import ApiError, ClientGoneError, error_response
 from megatron_async.serving.http.frontend import MIB

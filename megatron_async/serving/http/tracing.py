@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span
 
-    from megatron_async.serving.front_end.generation import Job
+    from megatron_async.serving.front_end.job import Job
 
 try:
     from opentelemetry import trace

@@ -10,9 +10,9 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
+from megatron_async.serving.bodies.foreign_fields import FOREIGN_FIELDS
 from megatron_async.serving.chat.chat_template import ChatTemplates
 from megatron_async.serving.endpoints.engine_api import DetokenizeRequest, TokenizeRequest
-from megatron_async.serving.endpoints.foreign_fields import FOREIGN_FIELDS
 from megatron_async.serving.endpoints.megatron_api import MegatronRequest
 from megatron_async.serving.endpoints.request_shapes import ChatCompletionRequest, CompletionRequest
 from megatron_async.serving.endpoints.responses_api import ResponsesRequest

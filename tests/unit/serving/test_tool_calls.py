@@ -17,18 +17,14 @@ from megatron_async.grammar.compiler import GrammarCompiler
 from megatron_async.grammar.spec import StructuredOutputs
 from megatron_async.serving.chat.chat_template import ChatTemplates
 from megatron_async.serving.chat.json_scanner import JsonScanner, State
-from megatron_async.serving.chat.tool_calls import (
+from megatron_async.serving.chat.tool_calls import Delta, ToolCallDelta, ToolCallParser, new_call_id
+from megatron_async.serving.chat.tool_choice import (
     MAX_TOOLS,
-    Delta,
-    ToolCallDelta,
-    ToolCallParser,
-    ToolFormat,
     checked_tool_choice,
     checked_tools,
-    new_call_id,
     structured_outputs_for,
-    tool_format_of,
 )
+from megatron_async.serving.chat.tool_format import ToolFormat, tool_format_of
 from megatron_async.serving.http.errors import param_of
 from megatron_async.tokenizer.tokenizer import Tokenizer
 
