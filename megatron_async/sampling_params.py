@@ -80,6 +80,8 @@ class SamplingParams:
             their tokens are kept; None means ``n``.
         structured_outputs: what the text must conform to: a ``StructuredOutputs``; None for
             anything.
+        cache_salt: the request shares cached prefixes with requests of the same salt alone; None
+            with all that have none.
         num_speculative_tokens: most drafts of a step; None takes the engine's, which is the most.
             It changes no token.
         logits_processors: functions of (token ids so far, logits [vocabulary]) that return logits;
@@ -115,6 +117,7 @@ class SamplingParams:
     n: int = 1
     best_of: int | None = None
     num_speculative_tokens: int | None = None
+    cache_salt: str | None = None
     structured_outputs: Any = None
     logits_processors: Sequence[Callable[..., Any]] | None = None
     # Fields of megatron-core's releases; docs/megatron.md says what becomes of each.
@@ -386,6 +389,7 @@ _CHECKS: dict[str, checks.Check] = {
     "n": checks.in_range("n", none=1),
     "best_of": checks.optional(checks.in_range("best_of")),
     "num_speculative_tokens": checks.optional(checks.in_range("num_speculative_tokens")),
+    "cache_salt": checks.optional(checks.salt),
     "structured_outputs": checks.structure,
     "logits_processors": checks.callables,
 }

@@ -6,6 +6,7 @@ from collections import Counter, deque
 from typing import NamedTuple
 
 from megatron_async.cache.block_hash import block_hash
+from megatron_async.cache.cache_salt import hash_of_root
 
 
 class Stored(NamedTuple):
@@ -33,8 +34,9 @@ class EventLog:
     """Gathers the events of one ``PrefixCache``, under hashes that other processes can compute
     (:func:`~megatron_async.cache.block_hash.block_hash`).
 
-    The cache adds events in the thread that steps; another thread may take them. Blocks below other
-    roots than ``root`` are left out: the same tokens have other keys and values there.
+    The cache adds events in the thread that steps; another thread may take them. Blocks below the
+    roots of long requests are left out: the same tokens have other keys and values there. The first
+    block of a sequence with a salt has the salt's hash for its parent.
 
     Args:
         root: the cache's node before the first block of a sequence.
@@ -52,7 +54,9 @@ class EventLog:
         """``node`` is known, ``tokens`` after those of ``parent``."""
         before = self._hashes.get(parent)
         if before is None and parent != self._root:
-            return
+            before = hash_of_root(parent)
+            if before is None:
+                return
         block = self._hashes[node] = block_hash(before, tokens)
         self._nodes_with[block] += 1
         if self._nodes_with[block] == 1:

@@ -71,6 +71,8 @@ def add_command(commands: Any) -> None:
     add("--keep-alive-on-engine-death", action="store_true", help=said)
     said = "web pages that may call the server; * is all (default: none)"
     add("--allow-origin", **several, metavar="ORIGIN", help=said)
+    said = "share cached prefixes among requests of the same API key alone"
+    add("--prefix-cache-per-key", action="store_true", help=said)
     said = "largest body of a request (default: 16)"
     add("--max-body-mib", type=integer(1), default=16, metavar="N", help=said)
     said = "send a trace of each request to this OTLP collector, as in "
@@ -183,6 +185,7 @@ def _server_config(args: argparse.Namespace) -> ServerConfig:
         stays_without_engine=args.keep_alive_on_engine_death,
         development=args.server_dev_mode,
         weight_transfer_backend=args.weight_transfer_config,
+        prefix_cache_per_key=args.prefix_cache_per_key,
         sampling_defaults=_sampling_defaults(args),
     )
 

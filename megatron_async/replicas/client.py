@@ -200,7 +200,7 @@ class ReplicasClient:
         self.retried += bool(deaths)
         try:
             while True:
-                replica = self._choose(request.prompt, tried)
+                replica = self._choose(request, tried)
                 try:
                     async with contextlib.aclosing(self._generate(replica, request)) as outputs:
                         async for output in outputs:
@@ -243,12 +243,13 @@ class ReplicasClient:
         awake = [replica for replica in usable if not replica.is_stalled]
         return {replica.name: replica.load for replica in awake or usable}
 
-    def _choose(self, prompt: list[int], tried: Collection[str]) -> Replica:
+    def _choose(self, request: Generate, tried: Collection[str]) -> Replica:
         loads = self._candidates(tried)
         if not loads:
             self.check_ready()
             raise EngineDeadError("no replica serves now; try again later")
-        return self._replicas[self._router.choose(prompt, loads)]
+        salt = request.params["cache_salt"]
+        return self._replicas[self._router.choose(request.prompt, loads, salt)]
 
     async def _generate(self, replica: Replica, request: Generate) -> AsyncGenerator[Output, None]:
         count = request.params["best_of"] or request.params["n"]

@@ -50,9 +50,12 @@ class PrefixRouter:
         self._most_extra = most_extra
         self._random = random.Random(seed)
 
-    def choose(self, tokens: Sequence[int], loads: Mapping[str, int]) -> str:
-        """The name of one of the replicas in ``loads``, by the sequences that each has now."""
-        hashes = prefix_hashes(tokens, BLOCK_TOKENS, MOST_PROMPT_BLOCKS)
+    def choose(
+        self, tokens: Sequence[int], loads: Mapping[str, int], salt: str | None = None
+    ) -> str:
+        """The name of one of the replicas in ``loads``, by the sequences that each has now, for a
+        prompt with this salt."""
+        hashes = prefix_hashes(tokens, BLOCK_TOKENS, MOST_PROMPT_BLOCKS, salt)
         lighter = self._lighter(loads)
         chosen = self._favourite(hashes, loads)
         if chosen is None or loads[chosen] - loads[lighter] > self._most_extra:

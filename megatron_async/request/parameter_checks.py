@@ -22,6 +22,7 @@ _LISTS = (list, tuple, Set, range)
 MAX_TEXTS = 1024
 """Stop words of a request: they are looked for in all of its text."""
 MAX_TEXT_CHARACTERS = 65_536
+MAX_SALT_CHARACTERS = 1024
 
 
 def as_integer(value: object) -> int | None:
@@ -153,6 +154,19 @@ def texts(name: str, value: Any) -> tuple[str, ...] | None:
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise RequestError(f"{name} has {shown(value)}; every one must be a text that is not empty")
+    return str(value)
+
+
+def salt(name: str, value: Any) -> str:
+    """A text of some length that is Unicode."""
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_SALT_CHARACTERS:
+        raise RequestError(
+            f"{name}={shown(value)} must be a text of 1 to {MAX_SALT_CHARACTERS:,} characters"
+        )
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"{name}={shown(value)} is no valid Unicode") from None
     return str(value)
 
 

@@ -54,6 +54,7 @@ class Sequence:
     __slots__ = (
         "blocks",
         "branch",
+        "cache_salt",
         "device_stop_ids",
         "ended_by_host",
         "epoch",
@@ -102,6 +103,7 @@ class Sequence:
         prompt_log_probs: bool = False,
         watched: bool = False,
         fork_of: int | None = None,
+        cache_salt: str | None = None,
     ) -> None:
         self.key = key
         self.priority_key = (0, key)
@@ -122,6 +124,8 @@ class Sequence:
         self.watched = watched
         self.window = 1
         """Tokens that a row of it may bring, where the step's window holds them."""
+        self.cache_salt = cache_salt
+        """It shares prefixes with sequences of the same salt alone."""
         self.fork_of = fork_of
         """Key of a request whose prefill of the same prompt this one waits for."""
         self.ended_by_host = False

@@ -348,6 +348,7 @@ class DecodeLoop:
             prompt_log_probs=command.prompt_log_probs,
             watched=command.key in self._outputs.ends.watchers,
             fork_of=command.fork_of,
+            cache_salt=command.params["cache_salt"],
         )
 
     def suspend(self) -> None:

@@ -68,6 +68,7 @@ class SamplingFields(OwnFields):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     priority: Annotated[Integer | None, range_of("priority")] = None
+    cache_salt: Text | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[Several[str] | None, schema_of(minItems=1)] = None
@@ -195,6 +196,7 @@ class SamplingFields(OwnFields):
             n=self.num_choices,
             best_of=self.num_ranked,
             num_speculative_tokens=self.num_speculative_tokens,
+            cache_salt=self.cache_salt,
             structured_outputs=structure,
         )
 

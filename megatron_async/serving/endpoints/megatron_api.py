@@ -106,7 +106,7 @@ class MegatronRequest(Body):
 async def megatron_generate(front: Frontend, request: Request, body: MegatronRequest) -> Response:
     """The prompts with the texts that continue them."""
     body.check_together()
-    each_params = body.params()
+    each_params = [front.salted(request, params) for params in body.params()]
     await front.generator.check_room(each_params[0], prompts=len(each_params), field="prompts")
     jobs = []
     for prompt, params in zip(body.prompts, each_params, strict=True):

@@ -111,7 +111,7 @@ _NAMES = "|".join(
         "repetition_penalty|presence_penalty|frequency_penalty|logprobs|top_logprobs",
         "prompt_logprobs|response_format|structured_outputs|guided_[a-z_]+",
         "include_stop_str_in_output|chat_template_kwargs|tools|tool_choice|input|text|metadata",
-        "add_generation_prompt|continue_final_message|num_speculative_tokens",
+        "add_generation_prompt|continue_final_message|num_speculative_tokens|cache_salt",
     )
 )
 _AT_START = re.compile(rf"\W*((?:{_NAMES})\b(?:\[\d+\]|\.[a-z_]+)*)")

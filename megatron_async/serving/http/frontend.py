@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
 from megatron_async.errors import ConfigError
+from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving.chat.chat import Chat
 from megatron_async.serving.endpoints.log_prob_shapes import TokenNames
 from megatron_async.serving.front_end.generation import Generator
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from megatron_async.tokenizer.tokenizer import Tokenizer
 
 MIB = 1 << 20
+SALT_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +49,7 @@ class ServerConfig:
         development: have the endpoints of vLLM's development mode, and let clients change the
             engine without a key where there are none.
         weight_transfer_backend: what a trainer's collective runs on, gloo or nccl; None for none.
+        prefix_cache_per_key: requests share cached prefixes with those of the same key alone.
         sampling_defaults: fields of ``SamplingParams`` where a request in OpenAI's shape has none.
 
     Raises:
@@ -63,6 +68,7 @@ class ServerConfig:
     max_prompts: int = 1024
     development: bool = False
     weight_transfer_backend: str | None = None
+    prefix_cache_per_key: bool = False
     sampling_defaults: dict[str, float | int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -70,6 +76,8 @@ class ServerConfig:
             raise ConfigError("served_model_name must not be empty")
         check_keys(self.api_keys, self.admin_api_keys)
         check_origins(self.allow_origins)
+        if self.prefix_cache_per_key and not self.api_keys:
+            raise ConfigError("prefix_cache_per_key needs api_key; give each client a key")
         for name in ("max_body_bytes", "max_choices", "max_prompts"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
@@ -99,6 +107,15 @@ class Frontend:
             said = f"the model {name[:200]!r} does not exist; this server has {', '.join(names)}"
             raise ApiError(404, said, param="model", code="model_not_found")
         return name or names[0]
+
+    def salted(self, request: Request, params: SamplingParams) -> SamplingParams:
+        """``params`` with a salt of the client's key, where each key has cached prefixes of its
+        own. Records and events show neither the key nor the client's own salt."""
+        if not self.config.prefix_cache_per_key:
+            return params
+        own = f"{request.state.key_number} {params.cache_salt or ''}"
+        salt = blake2b(own.encode(), digest_size=SALT_BYTES).hexdigest()
+        return dataclasses.replace(params, cache_salt=salt)
 
 
 def log_jobs(request: Request, jobs: Sequence[Job], model: str) -> None:

@@ -58,16 +58,25 @@ class Keys:
         self._administrators = tuple(key.encode() for key in administrators)
         self._development = development
 
+    def number(self, headers: Headers) -> int | None:
+        """Which of all keys, those of clients first, a request has; None without a known one."""
+        found = [*self._compared(headers, self._clients)]
+        found += self._compared(headers, self._administrators)
+        return found.index(True) if True in found else None
+
     def holder(self, headers: Headers) -> Access:
         """What the key of a request makes of its sender; OPEN without a known one."""
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        key = given.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
-        # All keys are compared, each in constant time, so that time says nothing of them.
-        is_client = any([hmac.compare_digest(key, each) for each in self._clients])
-        is_administrator = any([hmac.compare_digest(key, each) for each in self._administrators])
+        is_client = any(self._compared(headers, self._clients))
+        is_administrator = any(self._compared(headers, self._administrators))
         if is_administrator or (is_client and not self._administrators):
             return Access.ADMINISTRATOR
         return Access.CLIENT if is_client else Access.OPEN
+
+    def _compared(self, headers: Headers, keys: Iterable[bytes]) -> list[bool]:
+        """All keys are compared, each in constant time, so that time says nothing of them."""
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        key = given.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+        return [hmac.compare_digest(key, each) for each in keys]
 
     def refusal(self, access: Access, holder: Access) -> ApiError | None:
         """Why ``holder`` may not use a route of ``access``; None if it may."""

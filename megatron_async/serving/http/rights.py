@@ -136,6 +136,7 @@ class RightsCheck:
             return ApiError(403, "this route does not say who may use it")
         headers = Headers(scope=scope)
         holder = self._keys.holder(headers)
+        scope["state"]["key_number"] = self._keys.number(headers)
         refused = self._keys.refusal(rights.access, holder)
         if refused is None and rights.own_pages:
             refused = self._pages.refusal(headers, has_key=holder is not Access.OPEN)
