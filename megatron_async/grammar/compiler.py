@@ -4,7 +4,7 @@ alone."""
 from __future__ import annotations
 
 import json
-import re
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -16,25 +16,19 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from megatron_async.errors import RequestError
-from megatron_async.grammar import ebnf
+from megatron_async.errors import RequestError, shown
 from megatron_async.grammar.matcher import Masks, Matcher
+from megatron_async.grammar.messages import UNKNOWN, explained
+from megatron_async.grammar.rules import rules_of
 from megatron_async.grammar.spec import PLACES, StructuredOutputs
 from megatron_async.tokenizer.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 CACHED_GRAMMARS = 64
 STACK_BYTES = 512 << 20
 """Enough for references as deep as ``MAX_SPEC_CHARACTERS`` has room for."""
-MAX_MESSAGE = 500
-"""Characters of the library's error messages, which quote what they are about."""
-
 MOST_PLACES = 128
-
-LARGEST_BOUND = 2**53
-_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
-
-_OPTIONS = '%llguidance {"no_forcing": true}\n'
-"""A mask allows every token that the grammar does, not just one spelling of a forced text."""
 
 _HINTS = {
     "json": "change the schema; docs/structured-output.md lists what it may use",
@@ -100,7 +94,7 @@ class GrammarCompiler:
 
     def _compile(self, spec: StructuredOutputs) -> CompiledGrammar:
         try:
-            lark = _OPTIONS + _lark(spec)
+            lark = rules_of(spec)
             later = self._start(self._later, lark)
             first = None if self._first is None else self._start(self._first, lark)
         except (ValueError, RecursionError) as error:
@@ -115,20 +109,14 @@ class GrammarCompiler:
     def _part_at_fault(self, spec: StructuredOutputs) -> RequestError | None:
         """The error of the first part that cannot be compiled by itself, of a schema that says
         where its parts are."""
-        if spec.json is None or f'"{PLACES}"' not in str(spec.json):
-            return None
-        try:
-            schema = json.loads(str(spec.json))
-        except (ValueError, RecursionError):
-            return None
-        places = schema.get(PLACES) if isinstance(schema, dict) else None
-        parts = schema.get("$defs") if isinstance(schema, dict) else None
+        schema = _schema_with_places(spec)
+        places, parts = schema.get(PLACES), schema.get("$defs")
         if not isinstance(places, list) or not isinstance(parts, dict):
             return None
         for place, part in zip(places[:MOST_PLACES], parts.values(), strict=False):
             try:
                 alone = StructuredOutputs(json=part, whitespace_pattern=spec.whitespace_pattern)
-                self._start(self._later, _OPTIONS + _lark(alone))
+                self._start(self._later, rules_of(alone))
             except (ValueError, RecursionError, RequestError) as error:
                 return _error(spec, str(error), str(place))
         return None
@@ -154,6 +142,20 @@ class GrammarCompiler:
             blank=self._blank & ~stops,
             byte_ids=range(self.vocab_size, self.vocab_size + 256),
         )
+
+
+def _schema_with_places(spec: StructuredOutputs) -> dict[str, Any]:
+    """The schema of several tools that a spec has; an empty one if it has none."""
+    text = str(spec.json) if spec.calls is None else spec.calls
+    if f'"{PLACES}"' not in text:
+        return {}
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    if spec.calls is not None:
+        schema = schema.get("schema") if isinstance(schema, dict) else None
+    return schema if isinstance(schema, dict) else {}
 
 
 class CompiledGrammar:
@@ -248,55 +250,9 @@ def _packed(ids: npt.NDArray[np.int64], vocab_size: int) -> npt.NDArray[np.int32
     return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32, copy=False)
 
 
-def _lark(spec: StructuredOutputs) -> str:
-    """The rules of a spec in llguidance's language."""
-    if spec.grammar is not None:
-        return ebnf.to_lark(spec.grammar)
-    if spec.regex is not None or spec.choice is not None:
-        regex = spec.regex
-        if regex is None:
-            regex = "|".join(map(ebnf.escaped, dict.fromkeys(spec.choice or ())))
-        grammar = json.loads(llguidance.LLMatcher.grammar_from_regex(regex))
-        return str(grammar["grammars"][0]["lark_grammar"])
-    schema = {"type": "object"} if spec.json is None else _parsed_schema(str(spec.json))
-    options: dict[str, Any] = {"whitespace_flexible": not spec.disable_any_whitespace}
-    if spec.whitespace_pattern is not None:
-        options["whitespace_pattern"] = spec.whitespace_pattern
-    return f"start: %json {json.dumps(schema | {'x-guidance': options}, allow_nan=False)}"
-
-
-def _parsed_schema(text: str) -> dict[str, Any]:
-    schema = json.loads(text)
-    if schema is True:
-        return {}
-    if not isinstance(schema, dict):
-        raise ValueError("a schema is a JSON object, or true")
-    _check_bounds(schema)
-    return schema
-
-
-def _check_bounds(schema: Any) -> None:
-    """The library holds bounds as float64, and takes the nearest for one that is not."""
-    found = [schema]
-    while found:
-        node = found.pop()
-        if isinstance(node, list):
-            found += node
-        elif isinstance(node, dict):
-            found += node.values()
-            for name in _BOUNDS & node.keys():
-                bound = node[name]
-                if isinstance(bound, (int, float)) and abs(bound) > LARGEST_BOUND:
-                    raise ValueError(f"{name} {bound} is beyond {LARGEST_BOUND}, which is the most")
-
-
 def _error(spec: StructuredOutputs, message: str, place: str | None = None) -> RequestError:
-    # The library goes on to quote our translation, with lines and columns of it.
-    message = re.split(r"\n\s*\d+ \| |<backtrace>", message)[0]
-    message = re.sub(r"^(?:at )?\d+\(\d+\): ", "", message)
-    message = re.sub(r"^failed to compile JSON schema: ", "", message).strip()
-    message = re.sub(r"^panic: assertion failed: ", "larger than the library can take: ", message)
-    if len(message) > MAX_MESSAGE:
-        message = f"{message[:MAX_MESSAGE]} ..."
     place = place or f"structured_outputs.{spec.kind}"
-    return RequestError(f"{place}: {message}; {_HINTS[spec.kind]}")
+    said = explained(message)
+    if said == UNKNOWN:
+        logger.warning("a grammar is refused, and the library says: %s", shown(message))
+    return RequestError(f"{place}: {said}; {_HINTS[spec.kind]}")

@@ -9,6 +9,8 @@ import llguidance
 import numpy as np
 import numpy.typing as npt
 
+from megatron_async.grammar.messages import explained
+
 _NOTHING_CAN_COME = ("NoExtension", "NoExtensionBias")
 """The library's names."""
 
@@ -117,7 +119,7 @@ class Matcher:
         message = str(source.get_error()).removesuffix("<non-verbose/>").strip()
         if message in ("", *_NOTHING_CAN_COME):
             return "no token of the vocabulary can come next"
-        return message
+        return explained(message)
 
     def copy(self) -> Matcher:
         """Another one at the same place, for tokens that may be taken back."""

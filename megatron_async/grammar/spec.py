@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_async.errors import RequestError
+from megatron_async.grammar.calls import Calls
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 MAX_SPEC_CHARACTERS = 1 << 20
@@ -31,7 +32,9 @@ class StructuredOutputs:
         grammar: a grammar in GBNF, the EBNF of llama.cpp; its rule ``root`` is the text.
         disable_any_whitespace: JSON without whitespace between its tokens.
         whitespace_pattern: a regular expression of the whitespace that may stand between JSON's
-            tokens; None for spaces, tabs and newlines, as many as there may be.
+            tokens; None for two blanks at most, or a line break and 40 blanks behind it.
+        calls: calls of tools that the text may be instead: what
+            :meth:`~megatron_async.grammar.calls.Calls.to_json` gives; None for none.
 
     Raises:
         RequestError: names the field and what to change.
@@ -44,6 +47,7 @@ class StructuredOutputs:
     grammar: str | None = None
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
+    calls: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("json_object", "disable_any_whitespace"):
@@ -54,10 +58,15 @@ class StructuredOutputs:
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
         self._check_kinds()
-        for name in ("json", "regex", "grammar", "whitespace_pattern"):
+        for name in ("json", "regex", "grammar", "whitespace_pattern", "calls"):
             value = getattr(self, name)
             if value is not None:
                 _check_text(name, value)
+        if self.calls is not None:
+            try:
+                Calls.from_json(self.calls)
+            except (ValueError, RecursionError):
+                raise _error("calls", "they are of another form; leave them out") from None
 
     @property
     def kind(self) -> str:

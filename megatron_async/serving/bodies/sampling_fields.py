@@ -225,11 +225,14 @@ class SamplingFields(OwnFields):
             value = getattr(self, f"guided_{name}")
             if value not in (None, False):
                 asked[f"guided_{name}"] = {name: value}
-                if name.startswith("json") and self.guided_whitespace_pattern is not None:
-                    pattern = self.guided_whitespace_pattern
-                    asked[f"guided_{name}"]["whitespace_pattern"] = pattern
         format = structure_of_format(self.response_format)
-        return asked if format is None else {**asked, "response_format": format}
+        if format is not None:
+            asked["response_format"] = format
+        if self.guided_whitespace_pattern is not None:
+            for field, structure in asked.items():
+                if field != "structured_outputs" and structure.keys() & {"json", "json_object"}:
+                    structure["whitespace_pattern"] = self.guided_whitespace_pattern
+        return asked
 
 
 def _or(value: Any, default: Any) -> Any:

@@ -495,13 +495,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"json": "{"}, r"\.json: .*line 1"),
     ({"json": "[]"}, r"\.json: a schema is a JSON object"),
     ({"json": "false"}, r"\.json: a schema is a JSON object"),
-    ({"json": "[" * 10_000}, r"\.json: .*recursion"),
-    ({"json": {"type": "text"}}, r"\.json: Invalid type: text; change the schema"),
-    ({"json": {"uniqueItems": True}}, r'\.json: Unimplemented keys: \["uniqueItems"\]'),
+    ({"json": "[" * 10_000}, r"\.json: its parts lie too deep"),
+    ({"json": {"type": "text"}}, r"\.json: type text is none of .*; change the schema"),
+    ({"json": {"uniqueItems": True}}, r"\.json: uniqueItems is not supported"),
     ({"json": {"$ref": "#/nowhere"}}, r"\.json: .*nowhere"),
     ({"json": {"$ref": "#"}}, r"\.json: it allows no text"),
     ({"json": {"type": "string", "pattern": "["}}, r"\.json: .*unclosed"),
-    ({"json": {"type": "integer", "minimum": 3, "maximum": 2}}, r"\.json: Unsatisfiable"),
+    (
+        {"json": {"type": "integer", "minimum": 3, "maximum": 2}},
+        r"\.json: no value conforms to it: minimum",
+    ),
     ({"json_object": True, "whitespace_pattern": "["}, r"\.json_object: .*change whitespace_pat"),
     ({"grammar": "start: /a/"}, r"\.grammar: line 1: expected a rule"),
     ({"grammar": 'x ::= "a"'}, r"\.grammar: there is no rule root"),
@@ -516,7 +519,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"grammar": 'root ::= "a" | x\nx ::= "b" x'}, r"\.grammar: rule x needs itself"),
     ({"grammar": "root ::= " + "(" * 10_000}, r"\.grammar: .*parentheses"),
     ({"grammar": "".join(f'r{n} ::= "a"\n' for n in range(1001))}, r"\.grammar: line 1001: more"),
-    ({"grammar": DOUBLING}, r"\.grammar: .*too big"),
+    ({"grammar": DOUBLING}, r"\.grammar: it is too large"),
 ]
 
 
