@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ from megatron_async.errors import RequestError
 from megatron_async.request import parameter_checks as checks
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving.front_end.limited_worker import LimitedWorkers, TooMuchError
-from megatron_async.serving.http.errors import ApiError, renamed
+from megatron_async.serving.http.errors import renamed
 
 Tool = Mapping[str, Any]
 
@@ -42,13 +43,16 @@ class ToolUse:
     Args:
         tools: offered to the model; none for a text and nothing else.
         required: the answer is calls and nothing else.
-        structure: the structured output that an answer of calls conforms to.
+        structure: the structured output that an answer of calls conforms to, if it must be calls.
+        calls: makes what a message with a format may be instead, as ``Calls.to_json``; None where
+            no call is known from a text.
         parallel: there may be more calls than one.
     """
 
     tools: tuple[Tool, ...] = ()
     required: bool = False
     structure: dict[str, Any] | None = None
+    calls: Callable[[], str] | None = None
     parallel: bool = True
 
     @property
@@ -58,17 +62,23 @@ class ToolUse:
 
 
 def with_tools(params: SamplingParams, tools: ToolUse) -> SamplingParams:
-    """``params`` with the structure that calls have; raises ApiError if there is another one."""
-    if tools.structure is not None:
-        if params.structured_outputs is not None:
-            said = "tool_choice and a structured output contradict each other; send one of them"
-            raise ApiError(400, said, param="tool_choice")
-        try:
-            structure = checks.structure("structured_outputs", tools.structure)
-        except RequestError as error:
-            raise renamed(error, {"structured_outputs": "tools"}) from None
-        return dataclasses.replace(params, structured_outputs=structure)
-    return params
+    """``params`` with the structure of an answer that is calls, or may be. A format is that of a
+    message: it says nothing of calls.
+
+    Raises:
+        ApiError: the tools have no JSON.
+    """
+    given = params.structured_outputs
+    asked = tools.structure
+    if asked is None and given is not None and tools.calls is not None:
+        asked = {**given, "calls": tools.calls()}
+    if asked is None:
+        return params
+    try:
+        structure = checks.structure("structured_outputs", asked)
+    except RequestError as error:
+        raise renamed(error, {"structured_outputs": "tools"}) from None
+    return dataclasses.replace(params, structured_outputs=structure)
 
 
 @dataclass(slots=True)
@@ -300,10 +310,12 @@ class Chat:
             return ToolUse()
         from megatron_async.serving.chat.tool_choice import (
             allowed_tools,
+            calls_beside_format,
             checked_tool_choice,
             checked_tools,
             structured_outputs_for,
         )
+        from megatron_async.serving.chat.tool_format import ToolFormat
 
         try:
             given = checked_tools(tools)
@@ -315,6 +327,13 @@ class Chat:
             raise renamed(error, {}) from None
         if chosen.mode == "none":
             return ToolUse()
-        return ToolUse(
+        use = ToolUse(
             tuple(checked), required=chosen.forced, structure=structure, parallel=parallel
         )
+        format = None if chosen.forced else self._format(use)
+        if format is None:
+            return use
+        calls = functools.partial(
+            calls_beside_format, checked, ToolFormat(format), parallel=parallel, places=places
+        )
+        return dataclasses.replace(use, calls=calls)

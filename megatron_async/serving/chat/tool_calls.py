@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from megatron_async.serving.chat.call_object import CallObject
-from megatron_async.serving.chat.tool_format import CLOSING, OPENING, ToolFormat
+from megatron_async.serving.chat.tool_format import BETWEEN, CLOSING, OPENING, ToolFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class ToolCallParser:
         elif not rest:
             self._held = text
             return ""
-        elif rest[0] == (";" if self.format is ToolFormat.LLAMA3 else ","):
+        elif rest[0] == (BETWEEN if self.format is ToolFormat.LLAMA3 else ","):
             self._held, self._mode = text[: begin + 1], _Mode.BEFORE_CALL
             return rest[1:]
         elif self.format is ToolFormat.JSON and rest[0] == "]":

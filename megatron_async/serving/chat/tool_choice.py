@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_async.errors import RequestError, shown
+from megatron_async.grammar.calls import Calls
 from megatron_async.grammar.spec import StructuredOutputs
 from megatron_async.serving.chat.chat_messages import plain
-from megatron_async.serving.chat.tool_schemas import schema_of_calls
+from megatron_async.serving.chat.tool_format import BETWEEN, CLOSING, OPENING, ToolFormat
+from megatron_async.serving.chat.tool_schemas import schema_of_call, schema_of_calls
 
 MAX_TOOLS = 128
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
@@ -142,6 +144,33 @@ def structured_outputs_for(
     schema = schema_of_calls(chosen, given, several=several)
     # More blanks than that, and a model may fill its length with them.
     return StructuredOutputs(json=schema, whitespace_pattern=" ?").to_dict()
+
+
+def calls_beside_format(
+    tools: Sequence[Mapping[str, Any]],
+    format: ToolFormat,
+    *,
+    parallel: bool,
+    places: Mapping[str, str],
+) -> str:
+    """The calls that a message may be instead of what its format says, as ``Calls.to_json``.
+
+    Args:
+        tools: that have been checked.
+        format: how the model writes calls.
+        parallel: there may be more calls than one.
+        places: see :func:`structured_outputs_for`.
+    """
+    is_hermes = format is ToolFormat.HERMES
+    arguments = "arguments" if is_hermes else "parameters"
+    schema = schema_of_call([tool["function"] for tool in tools], places, arguments=arguments)
+    return Calls(
+        schema=schema,
+        begin=OPENING[format] if is_hermes else "",
+        end=CLOSING if is_hermes else "",
+        between="" if is_hermes else BETWEEN,
+        several=parallel,
+    ).to_json()
 
 
 def _checked_tool(name: str, tool: Any) -> dict[str, Any]:

@@ -20,6 +20,8 @@ class ToolFormat(str, Enum):
 
 OPENING = {ToolFormat.HERMES: "<tool_call>", ToolFormat.LLAMA3: "<|python_tag|>"}
 CLOSING = "</tool_call>"
+BETWEEN = ";"
+"""Two calls of Llama 3's format."""
 MARKERS = {
     ToolFormat.HERMES: ("<tool_call>", CLOSING),
     ToolFormat.LLAMA3: ("<|python_tag|>",),

@@ -17,21 +17,37 @@ _BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependen
 def schema_of_calls(
     functions: Sequence[Mapping[str, Any]], places: Mapping[str, str], *, several: bool
 ) -> dict[str, Any]:
-    """A list of one call or, if ``several``, more.
+    """A list of one call or, if ``several``, more: see :func:`schema_of_call`."""
+    call = schema_of_call(functions, places)
+    own = {name: call.pop(name) for name in ("$defs", PLACES)}
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": call, **own}
+    if not several:
+        schema["maxItems"] = 1
+    return schema
+
+
+def schema_of_call(
+    functions: Sequence[Mapping[str, Any]],
+    places: Mapping[str, str],
+    *,
+    arguments: str = "arguments",
+) -> dict[str, Any]:
+    """A call of one of some functions.
 
     Each schema is a resource of its own, within which its references stay what they are.
 
     Args:
         functions: with their names and parameters.
         places: where the request has the parameters of each function, for error messages.
+        arguments: what they are called in a call.
     """
     schemas: dict[str, Any] = {}
     calls = []
     taken: dict[str, Any] = {}
     for n, function in enumerate(functions):
         schemas[str(n)] = _resource(n, function.get("parameters") or {"type": "object"}, taken)
-        arguments = {"$ref": f"#/$defs/{n}"}
-        properties = {"name": {"const": function["name"]}, "arguments": arguments}
+        own = {"$ref": f"#/$defs/{n}"}
+        properties = {"name": {"const": function["name"]}, arguments: own}
         calls.append(
             {
                 "type": "object",
@@ -40,16 +56,9 @@ def schema_of_calls(
                 "additionalProperties": False,
             }
         )
-    schema: dict[str, Any] = {
-        "type": "array",
-        "minItems": 1,
-        "items": calls[0] if len(calls) == 1 else {"anyOf": calls},
-        "$defs": schemas,
-        PLACES: [places.get(function["name"], "tools") for function in functions],
-    }
-    if not several:
-        schema["maxItems"] = 1
-    return schema
+    call = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    named = [places.get(function["name"], "tools") for function in functions]
+    return {**call, "$defs": schemas, PLACES: named}
 
 
 def _resource(number: int, schema: Mapping[str, Any], taken: dict[str, Any]) -> dict[str, Any]:

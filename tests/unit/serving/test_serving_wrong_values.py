@@ -96,7 +96,6 @@ CHAT_WRONG = [
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         ({"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
     ],
 )
 def test_wrong_tools_are_refused_by_field(client: httpx.Client, body: Any, param: str) -> None:
