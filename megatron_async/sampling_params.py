@@ -48,7 +48,7 @@ class SamplingParams:
         top_k: keep the k most likely tokens; 0 is off, 1 is greedy.
         top_p: keep the smallest set of tokens with this probability mass; 0 and 1 are off.
         num_tokens_to_generate: most tokens to generate. When this and ``num_tokens_total`` are
-            None, the model's maximum sequence length is the limit.
+            None, the model's maximum sequence length is the limit, or what the cache has room for.
         num_tokens_total: most tokens of prompt and generation together.
         termination_id: token that ends the request; None takes the model's own end tokens, -1
             means none.

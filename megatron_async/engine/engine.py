@@ -528,6 +528,11 @@ class DynamicInferenceEngine:
         """Most tokens of a request, prompt and generation together."""
         return self.cache.sizes.max_sequence_length
 
+    @property
+    def max_request_tokens(self) -> int:
+        """The same, as far as a cache that is smaller than that has room for one request."""
+        return min(self.max_sequence_length, self.scheduler.limits.most_tokens)
+
     def observe(self, observer: Any) -> Callable[[], None]:
         """Report what the host does to ``observer`` from the next step on; returns what ends it.
 

@@ -54,6 +54,11 @@ class Limits:
         object.__setattr__(self, "window", window)
         object.__setattr__(self, "blocks_per_row", blocks)
 
+    @property
+    def most_tokens(self) -> int:
+        """Of one request that has the cache for itself; its last token is never written."""
+        return self.block_count * self.block_size + 1
+
     def window_of(self, drafts: int) -> int:
         """Return the most tokens that the rows of a request may bring that wants ``drafts``."""
         return min(1 + drafts, self.window)

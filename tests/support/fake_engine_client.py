@@ -66,7 +66,7 @@ class FakeEngineClient:
         return EngineInfo(
             model_name=engine.model_name,
             vocab_size=engine.model.network.vocab_size,
-            max_sequence_length=engine.max_sequence_length,
+            max_sequence_length=engine.max_request_tokens,
             eos_token_ids=list(engine.eos_token_ids or ()),
             dtype="float32",
             depth=engine.depth,

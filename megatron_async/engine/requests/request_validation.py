@@ -289,7 +289,7 @@ class RequestValidator:
                     f"a prompt of {prompt_length} tokens; use at least {prompt_length + 1}"
                 )
         if max_new is None:
-            max_new = limit - prompt_length
+            max_new = max(1, min(limit, self._limits.most_tokens) - prompt_length)
         if params.min_tokens > max_new:
             raise RequestError(
                 f"min_tokens={params.min_tokens} exceeds the {max_new} tokens that the request may "

@@ -14,7 +14,7 @@ class InputMessages:
     """The chat that a response continues.
 
     Calls of functions become tool calls of the assistant's message before them, or of one of their
-    own.
+    own. Items of reasoning are left out, as chat templates leave out that of earlier turns.
 
     Args:
         input: a text, or items: messages, calls of functions, and what these gave.
@@ -73,10 +73,10 @@ class InputMessages:
             }
             where = self._add(message, place, content=f"{place}.output")
             self._places[f"{where}.tool_call_id"] = f"{place}.call_id"
-        else:
+        elif kind != "reasoning":
             said = (
-                f"{place}.type={shown(kind)} is not supported; there are message, function_call "
-                "and function_call_output"
+                f"{place}.type={shown(kind)} is not supported; there are message, reasoning, "
+                "function_call and function_call_output"
             )
             raise ApiError(400, said, param=f"{place}.type")
 

@@ -231,7 +231,7 @@ class EngineProcess:
         return EngineInfo(
             model_name=engine.model_name,
             vocab_size=engine.model.network.vocab_size,
-            max_sequence_length=engine.max_sequence_length,
+            max_sequence_length=engine.max_request_tokens,
             eos_token_ids=list(engine.eos_token_ids or ()),
             dtype=str(engine.cache.spec.dtype).removeprefix("torch."),
             depth=engine.depth,
