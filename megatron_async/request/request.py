@@ -76,7 +76,8 @@ class DynamicInferenceRequest:
     itself first.
 
     Log-probabilities are None unless asked for. ``generated_log_probs`` has one for each generated
-    token, ``prompt_log_probs`` one for each prompt token but the first. The ``top_n`` lists have
+    token, ``prompt_log_probs`` one for each prompt token but the first, and ``prompt_token_ranks``
+    the place of that token among all: 1 for the most likely one. The ``top_n`` lists have
     for the same tokens those of the most likely ones, ``dict[int, float]`` by token id, the most
     likely first; the token itself may not be among them. In engines that are built as megatron-core
     builds them it is ``dict[str, float]``, by the tokens' texts.
@@ -92,6 +93,7 @@ class DynamicInferenceRequest:
     prompt_log_probs: list[float] | None = None
     generated_top_n_logprobs: list[Any] | None = None
     prompt_top_n_logprobs: list[Any] | None = None
+    prompt_token_ranks: list[int] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     seed: int | None = None

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_async.sampling.log_probs import pack, token_log_probs
-from megatron_async.step.extras import LOG_PROB_WORDS
+from megatron_async.sampling.log_probs import pack, token_log_probs, token_ranks
+from megatron_async.step.extras import PROMPT_LOG_PROB_WORDS
 from megatron_async.step.plan import Plan
 from megatron_async.step.records import LogProbs
 
@@ -47,7 +47,7 @@ class PromptLogProbs:
 
     def __init__(self, entries: int, tokens: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
-        shape = (entries, tokens, LOG_PROB_WORDS)
+        shape = (entries, tokens, PROMPT_LOG_PROB_WORDS)
         self._ring = torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
 
     def publish(self, targets: PromptTargets, logits: torch.Tensor) -> None:
@@ -57,11 +57,14 @@ class PromptLogProbs:
         entry = self._ring[targets.number % len(self._ring)]
         for start in range(0, len(targets.ids), ROWS_AT_ONCE):
             end = start + ROWS_AT_ONCE
-            words = pack(*token_log_probs(logits[start:end], ids[start:end]))
-            entry[start : start + words.shape[1]].copy_(words.T, non_blocking=True)
+            rows, tokens = logits[start:end], ids[start:end]
+            words = pack(*token_log_probs(rows, tokens)).T
+            words = torch.cat((words, token_ranks(rows, tokens)[:, None]), dim=1)
+            entry[start : start + len(words)].copy_(words, non_blocking=True)
 
     def take(self, targets: PromptTargets) -> LogProbs:
-        """Host: those of a ticket whose record has been taken, [targets, LOG_PROB_WORDS] int32."""
+        """Host: those of a ticket whose record has been taken, [targets, PROMPT_LOG_PROB_WORDS]
+        int32."""
         entry = self._ring[targets.number % len(self._ring)]
         words: LogProbs = entry[: len(targets.ids)].numpy().copy()
         return words

@@ -43,6 +43,23 @@ def token_log_probs(logits: Tensor, tokens: Tensor) -> LogProbs:
     return _log_probs(logits, factor, torch.full_like(factor, -torch.inf), tokens)
 
 
+def token_ranks(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Count how many tokens are at least as likely, from 1 for the most likely one; of equal logits
+    the lower id goes first.
+
+    Args:
+        logits: ``[N, V]`` of any float type.
+        tokens: int64 ``[N]``.
+
+    Returns:
+        int32 ``[N]``; 0 where the row has NaN.
+    """
+    own = logits.gather(1, tokens[:, None])
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    ahead = (logits > own) | ((logits == own) & (ids <= tokens[:, None]))
+    return ahead.sum(1, dtype=torch.int32).masked_fill_(logits.isnan().any(1), 0)
+
+
 def processed_log_probs(
     processed: Tensor, inverse_temperature: Tensor, top_k: Tensor, top_p: Tensor, tokens: Tensor
 ) -> LogProbs:

@@ -19,8 +19,8 @@ class Commit(NamedTuple):
 
     ``log_probs`` [rows, window, LOG_PROB_WORDS] is None but after an extended S.
     ``prompt_log_probs`` is None unless this step brought some: by request, the position of a prompt
-    token, counted from 0, and words [positions, LOG_PROB_WORDS] of it and of those that follow. The
-    first prompt token has none.
+    token, counted from 0, and words [positions, PROMPT_LOG_PROB_WORDS] of it and of those that
+    follow. The first prompt token has none.
     """
 
     keys: Sequence[int]

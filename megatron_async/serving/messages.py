@@ -20,6 +20,8 @@ from megatron_async.serving.engine_side.stall_watch import STALL_SECONDS
 
 LogProbs = list[tuple[float, dict[int, float]]]
 """For each token its log-probability and the most likely tokens' by id."""
+PromptLogProbs = list[tuple[float, dict[int, float], int]]
+"""The same with the rank of each token, from 1; 0 where the model gave NaN."""
 
 
 class Network(msgspec.Struct, frozen=True):
@@ -237,7 +239,7 @@ class Output(msgspec.Struct, frozen=True, tag=True, array_like=True):
     token_ids: list[int]
     text: str | None = None
     log_probs: LogProbs | None = None
-    prompt_log_probs: LogProbs | None = None
+    prompt_log_probs: PromptLogProbs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     usage: dict[str, int | float] | None = None

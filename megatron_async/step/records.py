@@ -37,7 +37,8 @@ class StepResult(NamedTuple):
     """The records of a ticket's rows, padding left out. ``tokens[i]`` has the whole window of row
     i, of which the first ``counts[i]`` count; 0 for a row that had ended before or was not
     sampled. ``log_probs`` is [rows, window, LOG_PROB_WORDS] after an extended S. Those of the
-    plan's prompt targets are ``prompt_log_probs`` [targets, LOG_PROB_WORDS], in the chunks' order.
+    plan's prompt targets are ``prompt_log_probs`` [targets, PROMPT_LOG_PROB_WORDS], in the chunks'
+    order.
     """
 
     counts: list[int]

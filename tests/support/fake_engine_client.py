@@ -224,7 +224,8 @@ class FakeEngineClient:
             if is_first and record is not None and record.prompt_log_probs is not None:
                 own = record.prompt_log_probs
                 tops = record.prompt_top_n_logprobs or [{}] * len(own)
-                of_prompt = list(zip(own, tops, strict=True))
+                ranks = record.prompt_token_ranks or ()
+                of_prompt = list(zip(own, tops, ranks, strict=True))
             is_first = False
             arrived.put_nowait(
                 Output(

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_async.errors import IntegrityError
 from megatron_async.request.request import DynamicInferenceRequest, TokenLogProbs
-from megatron_async.step.extras import MAX_TOP_LOG_PROBS
+from megatron_async.step.extras import LOG_PROB_WORDS, MAX_TOP_LOG_PROBS
 
 TokenName = Callable[[int], str]
 """What a token is called in a request's ``top_n`` lists, in place of its id."""
@@ -19,8 +19,9 @@ def read_log_probs(words: Any, n: int) -> list[TokenLogProbs]:
     """The log-probabilities of positions, with the ``n`` most likely tokens of each.
 
     Args:
-        words: int32 or float32 [positions, LOG_PROB_WORDS], as in ``step/extras.py``. Where the
-            vocabulary has fewer tokens than a position has places, the ids that are left are -1.
+        words: int32 or float32 [positions, LOG_PROB_WORDS or more], as in ``step/extras.py``.
+            Where the vocabulary has fewer tokens than a position has places, the ids that are left
+            are -1.
     """
     log_probs = words.view(np.float32)
     each = log_probs[:, 0].tolist()
@@ -54,6 +55,7 @@ def start_log_probs(request: DynamicInferenceRequest) -> None:
     request.generated_top_n_logprobs = [] if top else None
     if params.wants_prompt_log_probs:
         request.prompt_log_probs = []
+        request.prompt_token_ranks = []
         request.prompt_top_n_logprobs = [] if top else None
 
 
@@ -72,15 +74,16 @@ def add_generated(
 def add_of_prompt(
     request: DynamicInferenceRequest, first: int, words: Any, name: TokenName | None = None
 ) -> None:
-    """Append the log-probabilities of prompt tokens, of which the first has position ``first``.
+    """Append the log-probabilities and ranks of prompt tokens, ``words`` [tokens,
+    PROMPT_LOG_PROB_WORDS], of which the first has position ``first``.
 
     What has come before stays: a prompt computed again after an eviction adds nothing twice.
 
     Raises:
         IntegrityError: positions before ``first`` have not come.
     """
-    known = request.prompt_log_probs
-    if known is None:
+    known, ranks = request.prompt_log_probs, request.prompt_token_ranks
+    if known is None or ranks is None:
         return
     due = 1 + len(known)  # the first prompt token has none
     if first > due:
@@ -92,6 +95,7 @@ def add_of_prompt(
     if len(new):
         each = read_log_probs(new, request.sampling_params.top_n_logprobs)
         _extend(known, request.prompt_top_n_logprobs, each, name)
+        ranks += new.view(np.int32)[:, LOG_PROB_WORDS].tolist()
 
 
 def _extend(

@@ -105,6 +105,7 @@ class Siblings:
         for request in self._requests:
             request.prompt_log_probs = self.first.prompt_log_probs
             request.prompt_top_n_logprobs = self.first.prompt_top_n_logprobs
+            request.prompt_token_ranks = self.first.prompt_token_ranks
         if self._asked.n == len(self._requests):
             return self.first
         ranked = sorted(self._requests, key=_likelihood, reverse=True)[: self._asked.n]

@@ -178,4 +178,4 @@ class _ChatCompletion:
 
     def _prompt_log_probs(self) -> list[dict[str, Any] | None]:
         job, top = self._job, self._body.prompt_logprobs or 0
-        return prompt_log_probs(self._front.token_names, job.prompt, job.prompt_log_probs, top)
+        return prompt_log_probs(self._front.token_names, job, top)

@@ -226,4 +226,4 @@ class _Completion:
 
     def _prompt_log_probs(self, job: Job) -> list[dict[str, Any] | None]:
         top = self._body.prompt_logprobs or 0
-        return prompt_log_probs(self._front.token_names, job.prompt, job.prompt_log_probs, top)
+        return prompt_log_probs(self._front.token_names, job, top)

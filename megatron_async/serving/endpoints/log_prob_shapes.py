@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_async.serving.front_end.job import LogProbs
+from megatron_async.serving.front_end.job import Job, LogProbs
 
 if TYPE_CHECKING:
     from megatron_async.tokenizer.tokenizer import Tokenizer
@@ -144,22 +144,23 @@ def chat_log_probs(
     return {"content": content, "refusal": None}
 
 
-def prompt_log_probs(
-    names: TokenNames, ids: Sequence[int], log_probs: LogProbs | None, top: int
-) -> list[dict[str, Any] | None]:
-    """vLLM's ``prompt_logprobs``: by token id, the most likely first."""
+def prompt_log_probs(names: TokenNames, job: Job, top: int) -> list[dict[str, Any] | None]:
+    """vLLM's ``prompt_logprobs``: by token id, the most likely first; the prompt's own token is
+    there too. Of a token that the model gave NaN for, nothing is known."""
     shown: list[dict[str, Any] | None] = [None]
-    for token, (own, others) in zip(ids[1:], log_probs or (), strict=True):
-        ranked = list(others.items())[:top]
-        ranks = {other: rank for rank, (other, _) in enumerate(others.items(), start=1)}
+    known = zip(job.prompt[1:], job.prompt_log_probs or (), job.prompt_ranks, strict=True)
+    for token, (own, others), rank in known:
+        ranked = list(enumerate(others.items(), start=1))[:top]
+        each = {other: (place, of) for place, (other, of) in ranked}
+        each[token] = (rank or None, own)
         shown.append(
             {
                 str(other): {
                     "logprob": _finite(of),
-                    "rank": ranks.get(other),
+                    "rank": place,
                     "decoded_token": names.text_and_bytes(other)[0],
                 }
-                for other, of in {**dict(ranked), token: own}.items()
+                for other, (place, of) in each.items()
             }
         )
     return shown

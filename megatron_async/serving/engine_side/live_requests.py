@@ -16,7 +16,14 @@ from megatron_async.engine.requests.output_processor import Taken
 from megatron_async.errors import EngineStoppedError, QueueFullError, RequestError
 from megatron_async.request.request import DynamicInferenceRequest, FinishReason, RequestFuture
 from megatron_async.serving.engine_side.output_socket import OutputSocket
-from megatron_async.serving.messages import Generate, LogProbs, Output, Outputs, Refused
+from megatron_async.serving.messages import (
+    Generate,
+    LogProbs,
+    Output,
+    Outputs,
+    PromptLogProbs,
+    Refused,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -322,7 +329,7 @@ def _last(
     tokens: list[int],
     text: str | None,
     log_probs: LogProbs | None,
-    of_prompt: LogProbs | None,
+    of_prompt: PromptLogProbs | None,
     record: DynamicInferenceRequest,
 ) -> Output:
     """The last output of a sequence."""
@@ -342,10 +349,12 @@ def _last(
     )
 
 
-def _of_prompt(record: DynamicInferenceRequest | None) -> LogProbs | None:
-    if record is None or record.prompt_log_probs is None:
+def _of_prompt(record: DynamicInferenceRequest | None) -> PromptLogProbs | None:
+    if record is None or record.prompt_log_probs is None or record.prompt_token_ranks is None:
         return None
-    return _pairs(record.prompt_log_probs, record.prompt_top_n_logprobs)
+    pairs = _pairs(record.prompt_log_probs, record.prompt_top_n_logprobs)
+    ranked = zip(pairs, record.prompt_token_ranks, strict=True)
+    return [(own, top, rank) for (own, top), rank in ranked]
 
 
 def _of_tokens(record: DynamicInferenceRequest) -> LogProbs | None:

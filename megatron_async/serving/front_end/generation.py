@@ -218,7 +218,8 @@ class Generator:
                     self._measure(job, output, now - started, now - last[index])
                     last[index] = now
                     if output.prompt_log_probs is not None:
-                        job.prompt_log_probs = output.prompt_log_probs
+                        job.prompt_log_probs = [each[:2] for each in output.prompt_log_probs]
+                        job.prompt_ranks = [rank for _, _, rank in output.prompt_log_probs]
                     if output.finish_reason in CUT_SHORT:
                         output = _cut_short(output)
                     if output.finish_reason == "error":

@@ -28,14 +28,14 @@ class Piece(NamedTuple):
 class Job:
     """One prompt on its way through the engine.
 
-    ``prompt_log_probs`` are there once the first piece is; ``generated`` counts tokens of all
-    choices, ``cached`` those of the prompt that were found in the prefix cache. ``begun`` are the
-    choices that have a token. ``queue_seconds`` and ``first_token``, in seconds after the request,
-    are the first choice's to have them. ``scores_prompt``: the prompt alone is asked for, and the
-    one token that the engine generates is not shown. ``markers`` are special tokens that mark tool
-    calls, by id, and stay in the text. ``is_acknowledged``: the first piece comes as
-    soon as the engine has taken the request, and may be empty. ``deaths``: replicas that have died
-    under it.
+    ``prompt_log_probs`` and ``prompt_ranks`` are there once the first piece is; ``generated``
+    counts tokens of all choices, ``cached`` those of the prompt that were found in the prefix
+    cache. ``begun`` are the choices that have a token. ``queue_seconds`` and ``first_token``, in
+    seconds after the request, are the first choice's to have them. ``scores_prompt``: the prompt
+    alone is asked for, and the one token that the engine generates is not shown. ``markers`` are
+    special tokens that mark tool calls, by id, and stay in the text. ``is_acknowledged``: the first
+    piece comes as soon as the engine has taken the request, and may be empty. ``deaths``: replicas
+    that have died under it.
     """
 
     prompt: list[int]
@@ -51,6 +51,7 @@ class Job:
     is_acknowledged: bool = False
     deaths: int = 0
     prompt_log_probs: LogProbs | None = None
+    prompt_ranks: Sequence[int] = ()
     generated: int = 0
     cached: int = 0
     begun: set[int] = field(default_factory=set)
@@ -61,7 +62,7 @@ class Job:
     def begin_again(self, deaths: int) -> None:
         """Begin again at another replica, after ``deaths`` that have died."""
         self.deaths = deaths
-        self.prompt_log_probs, self.generated = None, 0
+        self.prompt_log_probs, self.prompt_ranks, self.generated = None, (), 0
         self.begun.clear()
         self.ends.clear()
 

@@ -24,7 +24,7 @@ from megatron_async.request.request import (
 )
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.scheduler.events import Change, Commit, Event
-from megatron_async.step.extras import LOG_PROB_WORDS, MAX_TOP_LOG_PROBS
+from megatron_async.step.extras import MAX_TOP_LOG_PROBS, PROMPT_LOG_PROB_WORDS
 
 EOD, FAILING = 900, 666
 KEY, ID = 5, 50
@@ -391,7 +391,7 @@ def test_other_ends_have_no_stop_reason() -> None:
 
 def words_of(*positions: tuple[float, dict[int, float]], integers: bool = True) -> Any:
     """Positions as a device packs them; what is left of a position's places is empty."""
-    words = np.full((len(positions), LOG_PROB_WORDS), -1, dtype=np.int32)
+    words = np.full((len(positions), PROMPT_LOG_PROB_WORDS), -1, dtype=np.int32)
     for row, (own, top) in zip(words, positions, strict=True):
         row[:1] = np.float32([own]).view(np.int32)
         row[1 : 1 + len(top)] = list(top)

@@ -109,8 +109,9 @@ def test_sequences_of_a_request_come_under_their_index(tiny: DynamicInferenceEng
                         assert output.text == (choice.generated_text if has_words else None)
                     first = outputs[0].prompt_log_probs
                     assert first is not None and outputs[1].prompt_log_probs is None
-                    assert [own for own, _ in first] == record.prompt_log_probs
-                    assert [top for _, top in first] == record.prompt_top_n_logprobs
+                    assert [own for own, _, _ in first] == record.prompt_log_probs
+                    assert [top for _, top, _ in first] == record.prompt_top_n_logprobs
+                    assert [rank for _, _, rank in first] == record.prompt_token_ranks
                 await until_idle(client)
 
     run(test())
