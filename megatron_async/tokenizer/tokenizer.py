@@ -24,6 +24,8 @@ TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 MOST_TOKENIZER_BYTES = 2**28
 
+MANY = 1_000
+"""Characters, or ids, from which on it pays to let other threads run meanwhile."""
 MOST_CONTEXT = 64
 """Tokens of a prompt of which at least one has text of its own."""
 _SUPPORTED_DECODERS = ("ByteLevel", "Metaspace", "Replace", "ByteFallback", "Fuse", "Strip")
@@ -252,9 +254,7 @@ class Tokenizer:
                 tokenizer has no such token.
         """
         try:
-            ids: list[int] = guarded(
-                self._tokenizer.encode, text, add_special_tokens=add_special_tokens
-            ).ids
+            ids = self._encode(text, add_special_tokens)
         except (TypeError, UnicodeEncodeError) as error:
             raise RequestError(f"text is not a string of valid Unicode: {error}") from error
         except Exception as error:  # a panic, or a bare Exception of the library
@@ -267,10 +267,24 @@ class Tokenizer:
 
     def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; invalid UTF-8 becomes U+FFFD, ids past the vocabulary give nothing."""
-        text: str = guarded(
-            self._tokenizer.decode, list(ids), skip_special_tokens=skip_special_tokens
-        )
+        if len(ids) < MANY:
+            text: str = guarded(
+                self._tokenizer.decode, list(ids), skip_special_tokens=skip_special_tokens
+            )
+            return text
+        decode = self._tokenizer.decode_batch
+        (text,) = guarded(decode, [list(ids)], skip_special_tokens=skip_special_tokens)
         return text
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The library keeps the GIL for one text, and gives it up for several."""
+        if len(text) < MANY:
+            encoding = guarded(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        else:
+            encode = self._tokenizer.encode_batch_fast
+            (encoding,) = guarded(encode, [text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
 
     def stream(self, skip_special_tokens: bool = True) -> DetokenizeStream:
         """A new stream, which agrees with :meth:`detokenize` for the same argument."""
@@ -332,6 +346,11 @@ class Tokenizer:
             if text.isascii() and text.isalnum():
                 return [token_id]
         return []
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Most characters that a token stands for, or more."""
+        return max(map(len, self.vocabulary), default=1)
 
     @property
     def vocabulary(self) -> dict[str, int]:

@@ -69,6 +69,15 @@ class RequestQueue:
         if getattr(sampling_params, "structured_outputs", None) is not None:
             await asyncio.to_thread(self._validator.compile_grammar, sampling_params)
 
+    def compile_now(self, params: CheckedParams) -> None:
+        """Compile in this thread what :meth:`add` then finds compiled, from any thread.
+
+        Raises:
+            RequestError: it cannot be compiled.
+        """
+        if params["structured_outputs"] is not None:
+            self._validator.compile_grammar(params.params())
+
     def add(
         self,
         request_id: int | None,

@@ -17,9 +17,9 @@ from megatron_async.serving.endpoints.log_prob_shapes import (
     joined,
     prompt_log_probs,
 )
+from megatron_async.serving.endpoints.piece_order import ahead_of_others
 from megatron_async.serving.endpoints.request_shapes import CompletionRequest
 from megatron_async.serving.front_end.job import Choice, Job, Piece, usage_of
-from megatron_async.serving.front_end.piece_order import ahead_of_others
 from megatron_async.serving.http.errors import ApiError, json_response
 from megatron_async.serving.http.frontend import Frontend, log_jobs
 from megatron_async.serving.http.sse import DONE, EventStream, TextEvents, event, until_disconnect
@@ -68,6 +68,8 @@ async def _jobs(front: Frontend, body: CompletionRequest, params: SamplingParams
         else:
             ids = prompt
             check_vocabulary("prompt", ids, info.vocab_size)
+            if body.echo and len(ids) < info.max_sequence_length:
+                text = await front.generator.texts.detokenize(ids)
         job = await front.generator.job(
             ids,
             params,
@@ -115,7 +117,7 @@ class _Completion:
         text = choice.text if body.shows_generated else ""
         shown: dict[str, Any] = {
             "index": number * body.num_choices + index,
-            "text": self._echoed(job) + text if body.echo else text,
+            "text": (job.text or "") + text if body.echo else text,
             "logprobs": log_probs,
             "finish_reason": choice.finish_reason if body.shows_generated else "length",
             "stop_reason": choice.stop_reason if body.shows_generated else None,
@@ -194,7 +196,7 @@ class _Completion:
             if not body.shows_generated:
                 shown["finish_reason"], shown["stop_reason"] = "length", None
         if is_first and body.echo:
-            shown["text"] = self._echoed(job) + text
+            shown["text"] = (job.text or "") + text
         if body.logprobs is not None:
             shaper = shapers.get(index) or shapers.setdefault(index, self._shaper(job))
             parts = []
@@ -220,9 +222,6 @@ class _Completion:
             prompt=() if self._body.echo else job.prompt,
             skip_special_tokens=job.skip_special_tokens,
         )
-
-    def _echoed(self, job: Job) -> str:
-        return self._front.tokenizer.detokenize(job.prompt) if job.text is None else job.text
 
     def _prompt_log_probs(self, job: Job) -> list[dict[str, Any] | None]:
         top = self._body.prompt_logprobs or 0

@@ -126,7 +126,7 @@ async def tokenize(front: Frontend, body: TokenizeRequest) -> dict[str, Any]:
     length = (await front.generator.client.info()).max_sequence_length
     shown: dict[str, Any] = {"count": len(ids), "max_model_len": length, "tokens": ids}
     if body.return_token_strs:
-        shown["token_strs"] = [front.tokenizer.token_name(token) for token in ids]
+        shown["token_strs"] = await front.generator.texts.token_names(ids)
     return shown
 
 
@@ -137,7 +137,7 @@ async def detokenize(front: Frontend, body: DetokenizeRequest) -> dict[str, Any]
         check_vocabulary("tokens", body.tokens, front.tokenizer.vocab_size)
     except RequestError as error:
         raise ApiError(400, str(error), param="tokens") from None
-    return {"prompt": front.tokenizer.detokenize(body.tokens)}
+    return {"prompt": await front.generator.texts.detokenize(body.tokens)}
 
 
 async def weights(front: Frontend, body: WeightsRequest) -> dict[str, Any]:

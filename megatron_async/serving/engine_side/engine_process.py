@@ -28,6 +28,7 @@ from megatron_async.processes.lifeline import leave_signals_to_parent
 from megatron_async.processes.messages import Started
 from megatron_async.processes.parent import EXIT_FAILED, Parent
 from megatron_async.serving.engine_side.controls import Controls
+from megatron_async.serving.engine_side.grammar_work import GrammarWork
 from megatron_async.serving.engine_side.live_requests import ConnectedFrontEnd, LiveRequests
 from megatron_async.serving.engine_side.output_socket import OutputSocket
 from megatron_async.serving.engine_side.stall_watch import StallWatch, seen_of
@@ -83,6 +84,7 @@ class EngineProcess:
         self._context = zmq.Context()
         self._wakes, self._wake = socket.socketpair()
         self._wake.setblocking(False)
+        self._wakes.setblocking(False)
         self._exit: int | None = None
         self._front_ends: dict[bytes, ConnectedFrontEnd] = {}
         self._dropped: dict[bytes, float] = {}
@@ -92,6 +94,7 @@ class EngineProcess:
         if launch.max_queue is not None:
             self._max_sequences = engine.cache.sizes.max_requests + launch.max_queue
         self._requests = LiveRequests(engine, self._outputs, self._max_sequences, self._failed)
+        self._grammars = GrammarWork(engine.requests.compile_now, self._wake_up)
         self._controls = Controls(engine, self._requests, self._keep)
         self._stalls = StallWatch(launch.stall_seconds, clock)
         self._commands = self._context.socket(zmq.ROUTER)
@@ -120,12 +123,17 @@ class EngineProcess:
             until = next_tick if deadline is None else min(next_tick, deadline)
             if poller.poll(math.ceil(max(0.0, until - time.monotonic()) * 1000)):
                 self._receive()
+                self._add_compiled()
         self._close()
         return self._exit
 
     def stop(self, status: int = 0) -> None:
         """End the loop, from any thread."""
         self._exit = status
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        """From any thread."""
         with contextlib.suppress(OSError):  # it has ended, or will look around in any case
             self._wake.send(b".")
 
@@ -136,6 +144,7 @@ class EngineProcess:
 
     def _close(self) -> None:
         self._controls.close()
+        self._grammars.close()
         self._commands.close()
         self._engine.close()  # front ends learn of it
         self._outputs.close()
@@ -146,6 +155,8 @@ class EngineProcess:
     # --- messages -----------------------------------------------------------------------------
 
     def _receive(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wakes.recv(MESSAGES_AT_ONCE)
         for _ in range(MESSAGES_AT_ONCE):
             try:
                 identity, *frames = self._commands.recv_multipart(zmq.NOBLOCK)
@@ -172,9 +183,10 @@ class EngineProcess:
             front_end = self._front_ends[identity] = ConnectedFrontEnd(identity)
         match message:
             case Generate():
-                self._requests.add(front_end, message)
+                self._generate(front_end, message)
             case Abort():
-                self._requests.abort(front_end, message.request_id)
+                if not self._grammars.abort(front_end, message.request_id):
+                    self._requests.abort(front_end, message.request_id)
             case Hello():
                 self._outputs.send(identity, self._info())
             case Bye():
@@ -187,9 +199,26 @@ class EngineProcess:
             case Cancel(number=number):
                 self._controls.cancel(front_end, number)
 
+    def _generate(self, front_end: ConnectedFrontEnd, asked: Generate) -> None:
+        if asked.params["structured_outputs"] is None:
+            self._requests.add(front_end, asked)
+        else:
+            begin = partial(self._grammars.begin, front_end, asked)
+            self._requests.or_refuse(front_end, asked, begin)
+
+    def _add_compiled(self) -> None:
+        for front_end, asked, error, is_aborted in self._grammars.take():
+            if error is not None:
+                self._requests.refuse(front_end, asked, error)
+                continue
+            self._requests.add(front_end, asked)
+            if is_aborted:
+                self._requests.abort(front_end, asked.request_id)
+
     def _drop(self, front_end: ConnectedFrontEnd) -> None:
         """Forget a front end; its requests are aborted."""
         front_end.is_gone = True
+        self._grammars.forget(front_end)
         self._requests.abort_all(front_end)
         self._controls.cancel(front_end)
         self._front_ends.pop(front_end.identity, None)

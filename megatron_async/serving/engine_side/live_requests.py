@@ -127,8 +127,14 @@ class LiveRequests:
 
     def add(self, front_end: ConnectedFrontEnd, asked: Generate) -> None:
         """Start a request, or refuse it: an error is its front end's alone."""
+        self.or_refuse(front_end, asked, lambda: self._add(front_end, asked))
+
+    def or_refuse(
+        self, front_end: ConnectedFrontEnd, asked: Generate, work: Callable[[], None]
+    ) -> None:
+        """Do what a request needs; its front end learns of errors."""
         try:
-            self._add(front_end, asked)
+            work()
         except QueueFullError as full:
             self._refuse(front_end, asked.request_id, "full", str(full))
         except RequestError as error:
@@ -138,6 +144,10 @@ class LiveRequests:
         except Exception as error:
             logger.exception("a request could not be added")
             self._refuse(front_end, asked.request_id, "internal", f"{type(error).__name__}")
+
+    def refuse(self, front_end: ConnectedFrontEnd, asked: Generate, error: RequestError) -> None:
+        """Tell a front end why a request cannot be served."""
+        self._refuse(front_end, asked.request_id, "invalid", str(error))
 
     def abort(self, front_end: ConnectedFrontEnd, request_id: int) -> None:
         """End a request, if it has not ended."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import itertools
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -18,16 +17,12 @@ from megatron_async.sampling_params import LIMITING, CheckedParams, SamplingPara
 from megatron_async.serving.front_end.choice_text import ChoiceText
 from megatron_async.serving.front_end.job import Choice, Job, Piece
 from megatron_async.serving.front_end.protocols import Client, Metrics
+from megatron_async.serving.front_end.text_work import SHORT, TextWork, limit_of
 from megatron_async.serving.http.errors import TOO_LONG, ApiError, renamed
 from megatron_async.serving.messages import Control, EngineInfo, Generate, Output
 
 if TYPE_CHECKING:
     from megatron_async.tokenizer.tokenizer import Tokenizer  # which imports torch
-
-LONG_TEXT = 20_000
-"""Characters from which on a text is tokenized in a thread."""
-CHARACTERS_A_TOKEN = 16
-"""More than any text has on average: a longer one is refused before it takes everybody's time."""
 
 CUT_SHORT = frozenset({"timeout", "abort"})
 """Ends for which OpenAI's API has no word."""
@@ -41,6 +36,7 @@ class Generator:
         metrics: get how long things take.
 
     Attributes:
+        texts: makes token ids of texts.
         running: ids of the requests that have not ended.
         draining: no request is taken any more.
     """
@@ -55,6 +51,7 @@ class Generator:
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
+        self.texts = TextWork(tokenizer)
         self.running: set[int] = set()
         self.draining = False
         self._request_timeout = request_timeout
@@ -85,21 +82,13 @@ class Generator:
         add_special_tokens: bool = False,
         field: str = "prompt",
     ) -> list[int]:
-        """See ``Tokenizer.tokenize``; raises ApiError, which names the API's ``field``."""
-        if len(text) > LONG_TEXT:
-            most = max(LONG_TEXT, CHARACTERS_A_TOKEN * (await self.info()).max_sequence_length)
-            if len(text) > most:
-                limit = (await self.info()).max_sequence_length
-                said = f"{_limit_of(limit)} {field} has {len(text):,} characters; the most is "
-                said += f"{most:,}, {CHARACTERS_A_TOKEN} for each token that the model takes"
-                raise ApiError(400, said, param=field, code=TOO_LONG)
-        tokenize = functools.partial(
-            self.tokenizer.tokenize, text, add_bos, add_special_tokens=add_special_tokens
+        """See ``TextWork.tokenize``, for this model; raises EngineDeadError too."""
+        most = 0
+        if len(text) > SHORT:
+            most = (await self.info()).max_sequence_length
+        return await self.texts.tokenize(
+            text, most, add_bos=add_bos, add_special_tokens=add_special_tokens, field=field
         )
-        try:
-            return tokenize() if len(text) < LONG_TEXT else await asyncio.to_thread(tokenize)
-        except RequestError as error:
-            raise ApiError(400, f"{field}: {error}", param=field) from None
 
     async def check_room(
         self, params: SamplingParams, *, prompts: int = 1, field: str = "prompt"
@@ -150,7 +139,7 @@ class Generator:
         if not prompt:
             raise ApiError(400, f"{field} is empty; send at least one token", param=field)
         if len(prompt) >= limit:
-            said = f"{_limit_of(limit)} {field} has {len(prompt)} tokens; shorten it to at most "
+            said = f"{limit_of(limit)} {field} has {len(prompt)} tokens; shorten it to at most "
             said += f"{limit - 1} tokens"
             raise ApiError(400, said, param=field, code=TOO_LONG)
         if params.stop_words and not skip_special_tokens:
@@ -161,9 +150,7 @@ class Generator:
             most = limit - len(prompt)
         if most is not None and len(prompt) + most > limit:
             length = names.get("num_tokens_to_generate", "max_tokens")
-            said = (
-                f"{_limit_of(limit)} you requested {len(prompt) + most} tokens ({len(prompt)} in "
-            )
+            said = f"{limit_of(limit)} you requested {len(prompt) + most} tokens ({len(prompt)} in "
             said += f"{field}, {most} in {length}); lower {length} to at most {limit - len(prompt)}"
             raise ApiError(400, said, param=length, code=TOO_LONG)
         return Job(
@@ -324,11 +311,6 @@ class Generator:
         """End all requests with the text that they have."""
         for request_id in tuple(self.running):
             await self.client.abort(request_id)
-
-
-def _limit_of(limit: int) -> str:
-    """OpenAI's words, which clients look for to shorten what they send."""
-    return f"this model's maximum context length is {limit} tokens. However,"
 
 
 def _no_token(job: Job) -> ApiError:

@@ -20,6 +20,7 @@ class NoTokenizer:
     and texts are errors."""
 
     bos_id: int | None = None
+    longest_token = 1
 
     @property
     def vocab_size(self) -> int:

@@ -98,6 +98,7 @@ def _checked(front: Frontend, lifespan: Lifespan | None) -> Lifespan:
         async with contextlib.nullcontext() if lifespan is None else lifespan(app):
             yield
         front.chat.close()
+        front.generator.texts.close()
 
     return checked
 
