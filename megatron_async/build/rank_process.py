@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_async.processes.call import Call
-from megatron_async.processes.lifeline import EXIT_ORPHAN, leave_signals_to_parent
+from megatron_async.processes.lifeline import EXIT_ORPHAN
 from megatron_async.ranks.rendezvous.call import Line
 from megatron_async.ranks.rendezvous.shared import Shared
 
@@ -75,7 +75,6 @@ def main(arguments: Sequence[str]) -> int:
     """Run a process that rank 0 has started. Its arguments are the connection to rank 0, the
     device, and the sizes of the layout."""
     descriptor, device, *sizes = arguments
-    leave_signals_to_parent()
     connection = socket.socket(fileno=int(descriptor))
     connection.set_inheritable(False)
     try:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from megatron_async.processes import lifeline
+from megatron_async.processes import lifeline, stop_signals
 
 EXIT_SECONDS = 5.0
 """For a process that was told to end, or has hung up."""
@@ -46,12 +46,13 @@ class Child(subprocess.Popen[bytes]):
         try:
             prepare(self.connection)
             command = ["-m", lifeline.__name__, str(read_end), module, str(other.fileno())]
-            super().__init__(
-                [sys.executable, *command, *arguments],
-                pass_fds=[read_end, other.fileno(), *inherited],
-                stdin=subprocess.DEVNULL,
-                env=lifeline.environment_of_child(environment or {}),
-            )
+            with stop_signals.held():
+                super().__init__(
+                    [sys.executable, *command, *arguments],
+                    pass_fds=[read_end, other.fileno(), *inherited],
+                    stdin=subprocess.DEVNULL,
+                    env=lifeline.environment_of_child(environment or {}),
+                )
             lifeline.kill_at_its_end(read_end, self.pid)  # it may be stopped before its first line
         except BaseException:
             self.connection.close()

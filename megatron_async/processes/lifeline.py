@@ -1,6 +1,7 @@
 """A child process that ends with its parent: ``python -m megatron_async.processes.lifeline FD
 MODULE ...`` ties the process to the parent before anything else is imported, and then runs
-``MODULE``.
+``MODULE``. Signals that are meant for all processes of a group are left to the parent from the
+first line on.
 
 ``FD`` is the read end of a pipe, into which nobody writes, and of which only the parent has the
 other end. When the parent is gone, however it ended, the kernel sends this process the signal that
@@ -22,6 +23,7 @@ from collections.abc import Mapping
 EXIT_ORPHAN = 3
 F_SETSIG = 10
 """Linux's, which Python does not name."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def environment_of_child(more: Mapping[str, str]) -> dict[str, str]:
@@ -36,9 +38,10 @@ def environment_of_child(more: Mapping[str, str]) -> dict[str, str]:
 
 def leave_signals_to_parent() -> None:
     """A terminal's and a service manager's signals reach all processes. The first one lets requests
-    end, and tells the others when to."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end, and tells the others when to. What ``stop_signals.held`` has kept back is dropped."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def hold_on(descriptor: int) -> None:
@@ -74,6 +77,7 @@ def _wait(descriptor: int) -> None:
 
 
 if __name__ == "__main__":
+    leave_signals_to_parent()
     hold_on(int(sys.argv[1]))
     del sys.argv[:2]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

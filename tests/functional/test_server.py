@@ -339,6 +339,28 @@ def test_what_does_not_end_in_time_ends_with_its_text() -> None:
         assert server.wait(PATIENCE_SECONDS) == 0
 
 
+def test_a_second_signal_waits_for_nobody_and_ends_in_good_order() -> None:
+    with process("600", "stuck") as (server, url):
+        asked: Any = {"json": {**LONG, "stream": True}, "timeout": PATIENCE_SECONDS}
+        with httpx.stream("POST", f"{url}/v1/completions", **asked) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.send_signal(signal.SIGTERM)
+            while _accepts(url):
+                pass
+            server.send_signal(signal.SIGINT)
+            assert server.wait(PATIENCE_SECONDS) == 0
+            assert server.stderr is not None and "Traceback" not in server.stderr.read()
+
+
+def _accepts(url: str) -> bool:
+    try:
+        httpx.get(f"{url}/version", timeout=PATIENCE_SECONDS)
+    except httpx.TransportError:
+        return False
+    return True
+
+
 def test_a_server_whose_engine_was_given_up_answers_what_is_open_and_exits_with_1() -> None:
     with process("600", "dies") as (server, url):
         asked: Any = {"json": {**LONG, "stream": True}, "timeout": PATIENCE_SECONDS}

@@ -24,7 +24,6 @@ import zmq
 
 from megatron_async.config.engine_config import EngineConfig
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.processes.lifeline import leave_signals_to_parent
 from megatron_async.processes.messages import Started
 from megatron_async.processes.parent import EXIT_FAILED, Parent
 from megatron_async.serving.engine_side.controls import Controls
@@ -302,7 +301,6 @@ class EngineProcess:
 
 def main(arguments: Sequence[str]) -> int:
     """Load the model and serve it; returns the exit status."""
-    leave_signals_to_parent()
     parent: Parent[FromSupervisor] = Parent(int(arguments[0]), FromSupervisor)
     launch = parent.receive()
     assert isinstance(launch, Launch)

@@ -13,7 +13,6 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 
-from megatron_async.processes.lifeline import leave_signals_to_parent
 from megatron_async.processes.messages import Started
 from megatron_async.processes.parent import Parent
 from megatron_async.serving.front_end.build import build_frontend
@@ -64,7 +63,6 @@ class EngineOfParent:
 
 def main(arguments: Sequence[str]) -> int:
     """Serve HTTP until the parent says that it is enough; returns the exit status."""
-    leave_signals_to_parent()
     os.umask(0o077)  # of the files of its metrics
     parent: Parent[ToFrontEnd] = Parent(int(arguments[0]), ToFrontEnd)
     launch = parent.receive()
@@ -84,6 +82,7 @@ def main(arguments: Sequence[str]) -> int:
             listening,
             on_ready=lambda: parent.send(Started()),
             listen=engine.listen,
+            waits=True,
             tracer_provider=tracer_provider,
         )
     )

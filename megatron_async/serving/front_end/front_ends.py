@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
 from collections.abc import Callable
 from functools import partial
@@ -38,6 +37,7 @@ import msgspec
 from prometheus_client.multiprocess import mark_process_dead
 
 from megatron_async.errors import FrontEndDeadError
+from megatron_async.processes import stop_signals
 from megatron_async.processes.child_process import ChildProcess
 from megatron_async.processes.messages import NotStarted, Started, Stop
 from megatron_async.processes.supervision import Restarts, Supervision
@@ -153,11 +153,14 @@ class FrontEnds:
         self.end()
 
     def end(self) -> None:
-        """Stop accepting and let requests end."""
+        """Stop accepting and let requests end. Front ends that do not serve yet have none."""
         if self._ending.is_set():
             return
         self._ending.set()
         self._listening.close()
+        for each in self._front_ends:
+            if each.process is not None and each.state == "starting":
+                each.process.kill_now()
         self._tell(Stop())
         seconds = self.config.shutdown_timeout + ABORT_SECONDS + LATE_SECONDS
         asyncio.get_running_loop().call_later(seconds, self._kill_all)
@@ -208,9 +211,7 @@ async def serve_together(
     Raises:
         MegatronAsyncError: why the engine or a front end cannot be started.
     """
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, front_ends.signalled)
+    stop_signals.listen(front_ends.signalled)
     try:
         return await with_engine(
             engine,

@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
-from types import FrameType
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import uvicorn
 from fastapi import FastAPI
 
 from megatron_async.errors import ConfigError, EngineDeadError
+from megatron_async.processes import stop_signals
 from megatron_async.serving.engine_side.engine_lifetime import Engine, EngineUser, with_engine
 from megatron_async.serving.http.app import Lifespan, make_app
 from megatron_async.serving.http.connections import limited_connection, most_connections
@@ -76,16 +76,12 @@ class HttpServer(uvicorn.Server):
     """uvicorn, whose end by a signal is a success.
 
     Args:
-        on_exit: called in the event loop's thread when the server begins to end.
-        has_signals: SIGTERM and SIGINT call :meth:`signalled`.
+        on_exit: called in the event loop when the server begins to end.
     """
 
-    def __init__(
-        self, config: uvicorn.Config, on_exit: Callable[[], None], *, has_signals: bool
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, on_exit: Callable[[], None]) -> None:
         super().__init__(config)
         self._on_exit = on_exit
-        self._has_signals = has_signals
 
     def signalled(self) -> None:
         """Stop accepting and let requests end; the second time do not wait for them."""
@@ -98,15 +94,16 @@ class HttpServer(uvicorn.Server):
             self.should_exit = True
             self._on_exit()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn's, which leaves the application open where it does not wait for requests."""
+        await super().shutdown(sockets)
+        if self.force_exit:
+            await self.lifespan.shutdown()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """See uvicorn's."""
-        with super().capture_signals() if self._has_signals else contextlib.nullcontext():
-            yield
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """See uvicorn's, which would raise the signal again at the end."""
-        self.signalled()
+        """Leave them to whoever calls :meth:`signalled`; uvicorn would raise them again."""
+        yield
 
 
 async def serve(
@@ -117,7 +114,8 @@ async def serve(
     *,
     on_ready: Callable[[], None] = lambda: None,
     tracer_provider: TracerProvider | None = None,
-    listen: Callable[[Callable[[], None]], None] | None = None,
+    listen: Callable[[Callable[[], None]], None] = stop_signals.listen,
+    waits: bool = False,
 ) -> bool:
     """Serve HTTP until a signal comes, or the engine cannot be started; False when it was given up,
     which ends the server as a signal does, unless it is to stay.
@@ -128,8 +126,8 @@ async def serve(
     Args:
         on_ready: called when the engine serves.
         tracer_provider: see ``make_app``.
-        listen: gets what ends the server, to be called in the event loop in place of signals, which
-            do nothing then.
+        listen: gets what ends the server, to be called in the event loop.
+        waits: for the engine, for a moment, before connections are accepted.
 
     Raises:
         MegatronAsyncError: why the engine cannot be started.
@@ -139,14 +137,12 @@ async def serve(
 
     def drain() -> None:
         front.generator.draining = True
-        # From within a signal's handler, which may have come between any two lines.
-        loop.call_soon_threadsafe(loop.call_later, timeout, _spawn(front.generator.abort_all))
+        loop.call_later(timeout, _spawn(front.generator.abort_all))
 
-    lifespan = connected(connection, waits=listen is not None)
+    lifespan = connected(connection, waits=waits)
     app = make_app(front, lifespan=lifespan, tracer_provider=tracer_provider)
-    server = HttpServer(_uvicorn_config(app, timeout), drain, has_signals=listen is None)
-    if listen is not None:
-        listen(server.signalled)
+    server = HttpServer(_uvicorn_config(app, timeout), drain)
+    listen(server.signalled)
     return await with_engine(
         engine,
         connection,

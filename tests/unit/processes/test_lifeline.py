@@ -120,3 +120,16 @@ def test_a_child_that_nobody_has_any_more_ends(
     child.lifeline.close()
     assert child.wait(PATIENCE_SECONDS) == -signal.SIGKILL
     child.connection.close()
+
+
+@pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM))
+def test_a_child_leaves_the_signals_of_its_first_moments_to_its_parent(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service manager signals all processes at once, some of which have not begun yet."""
+    (tmp_path / "waits.py").write_text("import os, sys\nos.write(int(sys.argv[1]), b'.')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    child = Child("waits")
+    os.kill(child.pid, number)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+    assert child.connection.recv(1) == b"." and child.wait(PATIENCE_SECONDS) == 0
