@@ -27,6 +27,8 @@ KEEP_ALIVE_SECONDS = 65
 """For which an idle connection stays: longer than clients keep theirs, so that they close first."""
 FIRST_CONTACT_SECONDS = 1.0
 """For which one of several front ends looks for the engine before it accepts: others can answer."""
+FORCED_SECONDS = 1.0
+"""For requests that are cut short, because nobody waits for them, to notice it."""
 ABORT_SECONDS = 5
 """For requests that were ended at a shutdown to send what they have."""
 
@@ -95,10 +97,13 @@ class HttpServer(uvicorn.Server):
             self._on_exit()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn's, which leaves the application open where it does not wait for requests."""
+        """See uvicorn's, which leaves the application open where it does not wait for requests.
+        Closing it ends them."""
         await super().shutdown(sockets)
         if self.force_exit:
             await self.lifespan.shutdown()
+            if self.server_state.tasks:
+                await asyncio.wait(self.server_state.tasks, timeout=FORCED_SECONDS)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
