@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megatron_async.processes import standard_error
 from megatron_async.processes.call import Call
 from megatron_async.processes.lifeline import EXIT_ORPHAN
 from megatron_async.ranks.rendezvous.call import Line
@@ -66,8 +67,10 @@ def _run(group: Group, device: str, model: ServedModel | None = None) -> None:
     except BaseException as error:
         logging.getLogger(__name__).exception("rank %d has failed", group.rank)
         group.fail(error)
+        standard_error.drain()
         os._exit(1)  # threads of collectives may wait for ever
     sys.stdout.flush()
+    standard_error.drain()
     os._exit(0)
 
 

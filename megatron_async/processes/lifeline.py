@@ -1,7 +1,7 @@
 """A child process that ends with its parent: ``python -m megatron_async.processes.lifeline FD
 MODULE ...`` ties the process to the parent before anything else is imported, and then runs
 ``MODULE``. Signals that are meant for all processes of a group are left to the parent from the
-first line on.
+first line on, and nothing that it writes to standard error waits.
 
 ``FD`` is the read end of a pipe, into which nobody writes, and of which only the parent has the
 other end. When the parent is gone, however it ended, the kernel sends this process the signal that
@@ -19,6 +19,8 @@ import select
 import signal
 import sys
 from collections.abc import Mapping
+
+from megatron_async.processes import standard_error
 
 EXIT_ORPHAN = 3
 F_SETSIG = 10
@@ -79,5 +81,6 @@ def _wait(descriptor: int) -> None:
 if __name__ == "__main__":
     leave_signals_to_parent()
     hold_on(int(sys.argv[1]))
+    standard_error.unblock()
     del sys.argv[:2]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

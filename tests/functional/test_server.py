@@ -353,6 +353,20 @@ def test_a_second_signal_waits_for_nobody_and_ends_in_good_order() -> None:
             assert server.stderr is not None and "Traceback" not in server.stderr.read()
 
 
+def test_a_standard_error_that_nobody_reads_holds_up_nobody() -> None:
+    """A pipe holds the lines of some 340 requests."""
+    with process("600", "logs") as (server, url):
+        asked: Any = {"json": {**LONG, "stream": True}, "timeout": PATIENCE_SECONDS}
+        with httpx.Client(base_url=url, timeout=PATIENCE_SECONDS) as client:
+            for _ in range(700):
+                assert client.get("/version").status_code == 200
+        with httpx.stream("POST", f"{url}/v1/completions", **asked) as answer:
+            assert list(answer.iter_lines())[-2] == "data: [DONE]"
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(PATIENCE_SECONDS) == 0
+        assert server.stderr is not None and server.stderr.readline().startswith("{")
+
+
 def _accepts(url: str) -> bool:
     try:
         httpx.get(f"{url}/version", timeout=PATIENCE_SECONDS)

@@ -1,7 +1,8 @@
-"""``python -m tests.support.fake_server TIMEOUT [stuck|dies|stays]``: the HTTP server by itself, in
+"""``python -m tests.support.fake_server TIMEOUT [stuck|dies|stays|logs]``: the HTTP server by itself, in
 a process whose engine is a script and imports no torch. The first line of its output is its URL.
 ``stuck`` generates nothing after the first output. With ``dies`` and ``stays`` the engine is given
-up as soon as a request has begun, and with ``stays`` the server goes on."""
+up as soon as a request has begun, and with ``stays`` the server goes on. ``logs`` has a line on
+stderr for each request."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from megatron_async.serving.endpoints.log_prob_shapes import TokenNames
 from megatron_async.serving.front_end.generation import Generator
 from megatron_async.serving.http.frontend import Frontend, ServerConfig
 from megatron_async.serving.http.http_server import open_socket, run, serve, url_of
+from megatron_async.serving.http.logs import log_as_json
 from megatron_async.serving.messages import Control, EngineInfo, Generate, Output, Snapshot
 from megatron_async.version import __version__
 
@@ -40,7 +42,7 @@ class ScriptedEngine:
 
     async def given_up(self) -> str:
         """As soon as a request has begun, if it dies."""
-        if not sys.argv[2:] or sys.argv[2] == "stuck":
+        if sys.argv[2:] not in (["dies"], ["stays"]):
             await asyncio.get_running_loop().create_future()
         await self._begun.wait()
         return "the engine is given up"
@@ -135,6 +137,8 @@ async def main() -> bool:
         token_names=TokenNames(tokenizer),
         metrics=metrics,
     )
+    if sys.argv[2:] == ["logs"]:
+        log_as_json()
     listening = open_socket("127.0.0.1", 0)
     return await serve(
         front,

@@ -6,6 +6,8 @@ import json
 import logging
 from typing import Any
 
+from megatron_async.processes import standard_error
+
 logger = logging.getLogger("megatron_async.serving")
 """Has a line for each request; the loggers of the modules here are below it."""
 
@@ -26,7 +28,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_as_json() -> None:
-    """Requests, and what goes wrong, as lines of JSON on stderr."""
+    """Requests, and what goes wrong, as lines of JSON on stderr, for which nobody waits."""
+    standard_error.unblock(standard_error.said_as_json)
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter())
     for name in ("megatron_async", "uvicorn", "opentelemetry"):
