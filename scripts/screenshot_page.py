@@ -48,7 +48,7 @@ if __name__ == "__main__":
     command, over = [sys.executable, *SERVE.split(), "--port", "0"], threading.Event()
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
-        url = server.stderr.readline().split()[-1]
+        url = next(line.split()[-1] for line in server.stderr if "http://" in line)
         with ThreadPoolExecutor() as pool, sync_playwright() as playwright:
             loads = [pool.submit(keep_busy, url, over, number) for number in range(4)]
             path = [*sys.argv[1:], shutil.which("chromium")][0]

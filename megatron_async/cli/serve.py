@@ -12,6 +12,7 @@ from megatron_async.cli.options import options
 from megatron_async.cli.options.server_keys import ADMIN_KEY_VARIABLE, KEY_VARIABLE, keys_of
 from megatron_async.cli.options.values import integer, json_object, number
 from megatron_async.cli.serve_replicas import add_replica_options, check_replica_options
+from megatron_async.processes.heartbeat import HEARTBEAT_SECONDS
 from megatron_async.serving.engine_side.stall_watch import STALL_SECONDS
 
 if TYPE_CHECKING:
@@ -63,6 +64,10 @@ def add_command(commands: Any) -> None:
     add("--api-server-count", type=count, default=1, metavar="N", help=said)
     said = "times within ten minutes that a process of the server is started again (default: 3)"
     add("--max-restarts", type=integer(0), default=3, metavar="N", help=said)
+    said = "a process of the server that gives no sign of life for S seconds counts as frozen, is "
+    said += f"killed and started again; 0 is never (default: {HEARTBEAT_SECONDS:g})"
+    beats = number(0)
+    add("--heartbeat-timeout", type=beats, default=HEARTBEAT_SECONDS, **seconds, help=said)
     said = "/health is 503 when requests have waited for S seconds without a step of the engine, "
     said += "and for nothing that is known (default: 60)"
     stall = number(0, above=True)
@@ -143,7 +148,11 @@ def run(args: argparse.Namespace) -> int:
         args.max_queue,
         stall_seconds=args.stall_seconds,
     )
-    supervisor = Supervisor(launch, max_restarts=args.max_restarts)
+    limits: dict[str, Any] = {"max_restarts": args.max_restarts}
+    limits["heartbeat_timeout"] = args.heartbeat_timeout or None
+    if not args.heartbeat_timeout:
+        limits["start_timeout"] = None
+    supervisor = Supervisor(launch, **limits)
 
     def say_ready() -> None:
         print(f"{options.PROGRAM}: {args.model} at {url_of(listening)}", file=sys.stderr)
@@ -161,9 +170,7 @@ def run(args: argparse.Namespace) -> int:
                 tracer_provider=make_provider(settings.otlp_traces_endpoint),
             )
         else:
-            front_ends = FrontEnds(
-                settings, listening, args.api_server_count, max_restarts=args.max_restarts
-            )
+            front_ends = FrontEnds(settings, listening, args.api_server_count, **limits)
             log_as_json()
             serving = serve_together(front_ends, supervisor, on_ready=say_ready)
         return 0 if run_loop(serving) else EXIT_GIVEN_UP

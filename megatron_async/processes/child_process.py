@@ -16,6 +16,7 @@ from megatron_async.processes.child import EXIT_SECONDS, Child
 from megatron_async.processes.messages import Stop
 
 Said = TypeVar("Said")
+BEATING = "megatron_async.processes.beating"
 
 
 class ChildProcess(Generic[Said]):
@@ -38,7 +39,9 @@ class ChildProcess(Generic[Said]):
         inherited: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._process = Child(module, inherited=inherited, environment=environment)
+        self._process = Child(
+            BEATING, [module], inherited=inherited, environment=environment
+        )
         self._call = Call(self._process.connection.detach())
         self._codec: Codec[Said] = Codec(said)
         self._received: asyncio.Queue[Said | None] = asyncio.Queue()

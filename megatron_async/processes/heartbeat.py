@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+HEARTBEAT_SECONDS = 10.0
+"""Without a sign of life after which a process of a server counts as frozen."""
 BEATS = 10
 """Questions without an answer before a rank is taken for dead."""
 PREPARING_TIMES = 8

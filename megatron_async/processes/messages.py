@@ -11,6 +11,17 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """End in good order; the second one does not wait for requests."""
 
 
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """A process is alive; ``doing``: what, as long as it does not serve."""
+
+    doing: str = ""
+
+
+class Preparing(msgspec.Struct, frozen=True, tag=True):
+    """A process that serves begins something during which it may be silent for as long as one that
+    starts, until it sends :class:`Started` again."""
+
+
 class Started(msgspec.Struct, frozen=True, tag=True):
     """A process serves."""
 

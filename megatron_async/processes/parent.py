@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
@@ -12,8 +11,9 @@ import msgspec
 
 from megatron_async.codec import Codec, encode
 from megatron_async.errors import MegatronAsyncError
-from megatron_async.processes.call import Call, listen
-from megatron_async.processes.messages import NotStarted
+from megatron_async.processes.beating import beats_of
+from megatron_async.processes.call import listen
+from megatron_async.processes.messages import NotStarted, Preparing, Started
 
 EXIT_FAILED = 1
 EXIT_NOT_STARTED = 2
@@ -30,8 +30,7 @@ class Parent(Generic[Said]):
     """
 
     def __init__(self, descriptor: int, said: Any) -> None:
-        os.set_inheritable(descriptor, False)  # compilers that a kernel needs must not keep it open
-        self._call = Call(descriptor)
+        self._call, self._beats = beats_of(descriptor)
         self._codec: Codec[Said] = Codec(said)
 
     def receive(self) -> Said:
@@ -40,8 +39,21 @@ class Parent(Generic[Said]):
 
     def send(self, message: msgspec.Struct) -> None:
         """From any thread. Nothing happens where nobody listens: the watching thread ends the
-        process."""
+        process. Once it is told that this process serves, the loop that serves must :meth:`beat`.
+        """
+        if isinstance(message, Started):
+            self._beats.end()
+        elif isinstance(message, Preparing):
+            self._beats.begin()
         self._call.say(encode(message))
+
+    def beat(self) -> None:
+        """Give a sign of life. Waits for nobody."""
+        self._beats.beat()
+
+    def doing(self, what: str) -> None:
+        """Have signs of life say what this process does, until it serves."""
+        self._beats.doing = what
 
     def watch(self, take: Callable[[Said], None]) -> None:
         """Call ``take`` with each further message, in a thread of its own, and end the process when

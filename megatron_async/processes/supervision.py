@@ -11,8 +11,13 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from megatron_async.processes.child_process import ChildProcess
-from megatron_async.processes.messages import NotStarted, Started
+from megatron_async.processes.messages import Beat, NotStarted, Preparing, Started
 
+START_SECONDS = 60.0
+"""Without a sign of life of a process that starts: what it imports, loads or compiles may keep its
+interpreter, and with it the thread that gives them, for many seconds."""
+SHOWN_SECONDS = 5.0
+"""After which a start says what it does, and again whenever it has gone on for twice as long."""
 RESTART_WINDOW_SECONDS = 600.0
 """Restarts longer ago than this are not counted."""
 MOST_BACKOFF_SECONDS = 30.0
@@ -53,12 +58,14 @@ class Supervision(Generic[Said]):
     Args:
         name: of the process, for people.
         start: starts one.
-        take: gets each message of it, but for that which says why it cannot serve.
+        take: gets each message of it, but for signs of life, and for that which says why it cannot
+            serve.
         ended: told of each that is gone.
         restarts: after the last one, or when a process has ended before it ever served, there is no
             further one.
-        heartbeat_timeout: seconds without a message after which a process that has sent one counts
-            as frozen and is killed; None waits for ever.
+        heartbeat_timeout: seconds without a message after which a process that serves counts as
+            frozen and is killed; None waits for ever.
+        start_timeout: likewise for one that starts.
         ending: when it is set, no process is started any more.
 
     Attributes:
@@ -76,6 +83,7 @@ class Supervision(Generic[Said]):
         *,
         ended: Callable[[ChildProcess[Said]], None] = lambda _: None,
         heartbeat_timeout: float | None = None,
+        start_timeout: float | None = START_SECONDS,
         ending: asyncio.Event | None = None,
     ) -> None:
         self.process: ChildProcess[Said] | None = None
@@ -87,6 +95,7 @@ class Supervision(Generic[Said]):
         self._restarts = restarts
         self._ended = ended
         self._heartbeat_timeout = heartbeat_timeout
+        self._start_timeout = start_timeout
         self._ending = asyncio.Event() if ending is None else ending
         self._has_served = False
 
@@ -121,7 +130,7 @@ class Supervision(Generic[Said]):
         return f"{self._name} {said}"
 
     async def _watch(self, process: ChildProcess[Said]) -> str:
-        timeout: float | None = None  # a model may take long to load
+        timeout, start = self._start_timeout, Start(self._name)
         while True:
             try:
                 async with asyncio.timeout(timeout):
@@ -130,13 +139,42 @@ class Supervision(Generic[Said]):
                 if process.has_message():  # it was this process that stood still
                     continue
                 await process.kill()
-                return f"gave no sign of life for {timeout:g} seconds"
+                while_it = " while it started" if self.state == "starting" else ""
+                return f"gave no sign of life for {timeout:g} seconds{while_it}"
             if message is None:
                 return f"has ended with status {await process.kill()}"
             if isinstance(message, NotStarted):
                 await process.kill()
                 raise message.to_error()
-            timeout = self._heartbeat_timeout
             if isinstance(message, Started):
                 self.state, self._has_served = "ready", True
+                timeout = self._heartbeat_timeout
+            elif isinstance(message, Preparing):
+                timeout, start = self._start_timeout, Start(self._name)
+            elif isinstance(message, Beat):
+                if message.doing:
+                    start.show(message.doing)
+                continue
             self._take(message)
+
+
+class Start:
+    """What a process does while it starts, said in the log now and then where it takes long.
+
+    Args:
+        name: of the process.
+        clock: seconds that never go back.
+    """
+
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name = name
+        self._clock = clock
+        self._began = clock()
+        self._next = SHOWN_SECONDS
+
+    def show(self, doing: str) -> None:
+        """It does this now."""
+        seconds = self._clock() - self._began
+        if seconds >= self._next:
+            self._next = 2 * seconds
+            logger.info("%s starts, for %.0f seconds now: it %s", self._name, seconds, doing)

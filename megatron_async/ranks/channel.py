@@ -21,8 +21,6 @@ import numpy as np
 
 from megatron_async.errors import ConfigError, IntegrityError
 
-SHARED_FOLDER = "/dev/shm"
-PREFIX = "megatron-async-ranks-"
 RING_BYTES = 1 << 24
 """Size of the ring. Rank 0 waits where a follower is that far behind, which no steady step is."""
 HEAD = struct.Struct("<Q")
@@ -213,19 +211,33 @@ def _bytes_of_ring(size: int, followers: int) -> int:
 
 def _new_memory(size: int) -> tuple[int, mmap.mmap]:
     """Memory that nobody but this user may open, filled with zeros: the descriptor of a file in
-    memory without a name, so that it goes with the last process that has it. The standard library's
-    shared memory would be removed by whichever process ends first."""
-    folder = SHARED_FOLDER if os.path.isdir(SHARED_FOLDER) else tempfile.gettempdir()
-    descriptor, name = tempfile.mkstemp(prefix=PREFIX, dir=folder)
-    os.unlink(name)
+    memory that never has a name, so that it goes with the last process that has it. The standard
+    library's shared memory would be removed by whichever process ends first, and stays when all are
+    killed.
+
+    Raises:
+        ConfigError: there is no room for it, or no descriptor.
+    """
+    descriptor = -1
     try:
+        descriptor = _nameless_file()
+        os.fchmod(descriptor, MODE)
         os.posix_fallocate(descriptor, 0, size)
         return descriptor, mmap.mmap(descriptor, size)
     except OSError as error:
-        os.close(descriptor)
+        if descriptor >= 0:
+            os.close(descriptor)
         raise ConfigError(
-            f"{folder} has no room for the {size >> 20} MiB that ranks share: {error.strerror}"
+            f"there is no room for the {size >> 20} MiB that ranks share: {error.strerror}"
         ) from None
+
+
+def _nameless_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("megatron-async-ranks", os.MFD_CLOEXEC)
+    descriptor, name = tempfile.mkstemp()
+    os.unlink(name)
+    return descriptor
 
 
 class ConnectionSender:

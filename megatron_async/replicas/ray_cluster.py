@@ -29,7 +29,7 @@ from ray._private import ray_constants
 from ray._raylet import Config
 
 from megatron_async.errors import ConfigError
-from megatron_async.processes.private_folder import make_private, make_private_folder
+from megatron_async.processes.private_folder import disown, make_private, make_private_folder
 from megatron_async.replicas.aftermath import Aftermath
 from megatron_async.replicas.engine_replica import ReplicaSettings
 from megatron_async.replicas.ray_serve import (
@@ -223,6 +223,8 @@ class RayReplicas:
             said = f"no Ray at {self._address}: {error}"
             if self._aftermath is not None:
                 self._aftermath.keep_folder()
+                assert self._folder is not None
+                disown(self._folder)
                 said = f"Ray cannot be started: {error}; its log is in {self._folder}"
             raise ConfigError(said) from None
         self._is_connected = True

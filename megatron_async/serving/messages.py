@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 import socket
 from typing import Any
 
@@ -13,8 +12,12 @@ import msgspec
 import zmq
 
 from megatron_async.codec import Codec
-from megatron_async.processes.messages import NotStarted, Started, Stop
-from megatron_async.processes.private_folder import check_private_folder, make_private_folder
+from megatron_async.processes.messages import Beat, NotStarted, Preparing, Started, Stop
+from megatron_async.processes.private_folder import (
+    make_private_folder,
+    remove_private_folder,
+    renew_private_folder,
+)
 from megatron_async.sampling_params import CheckedParams
 from megatron_async.serving.engine_side.stall_watch import STALL_SECONDS
 
@@ -102,12 +105,11 @@ class Endpoint(msgspec.Struct, frozen=True):
         Raises:
             ConfigError: there is something else in its place.
         """
-        os.makedirs(self.directory, mode=0o700, exist_ok=True)
-        check_private_folder(self.directory)
+        renew_private_folder(self.directory)
 
     def remove(self) -> None:
         """The directory, with all that is in it."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        remove_private_folder(self.directory)
 
 
 # --- from the supervisor to its process, and back ---------------------------------------------
@@ -155,11 +157,7 @@ class GivenUp(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-class Beat(msgspec.Struct, frozen=True, tag=True):
-    """The engine process is alive."""
-
-
-ToSupervisor = Started | Beat | NotStarted | Kept
+ToSupervisor = Started | Preparing | Beat | NotStarted | Kept
 FromSupervisor = Launch | Stop
 
 

@@ -9,8 +9,9 @@ import msgspec
 
 from megatron_async.errors import EngineDeadError, MegatronAsyncError
 from megatron_async.processes.child_process import ChildProcess
+from megatron_async.processes.heartbeat import HEARTBEAT_SECONDS
 from megatron_async.processes.messages import Started
-from megatron_async.processes.supervision import Restarts, Supervision
+from megatron_async.processes.supervision import START_SECONDS, Restarts, Supervision
 from megatron_async.serving.messages import Kept, Launch, ToSupervisor
 
 logger = logging.getLogger(__name__)
@@ -30,8 +31,8 @@ class Supervisor:
     Args:
         max_restarts, backoff: see :class:`~megatron_async.processes.supervision.Restarts`. After
             the last one it is given up.
-        heartbeat_timeout: seconds without a sign of life after which the process, once it serves,
-            counts as frozen and is killed.
+        heartbeat_timeout, start_timeout: seconds without a sign of life after which the process,
+            once it serves or while it starts, counts as frozen and is killed; None is never.
 
     Attributes:
         gave_up: there will be no further process.
@@ -42,7 +43,8 @@ class Supervisor:
         launch: Launch,
         *,
         max_restarts: int = 3,
-        heartbeat_timeout: float = 10.0,
+        heartbeat_timeout: float | None = HEARTBEAT_SECONDS,
+        start_timeout: float | None = START_SECONDS,
         backoff: float = 0.5,
     ) -> None:
         self.gave_up = False
@@ -53,6 +55,7 @@ class Supervisor:
             self._take,
             Restarts(max_restarts, backoff),
             heartbeat_timeout=heartbeat_timeout,
+            start_timeout=start_timeout,
         )
         self._serves = asyncio.Event()
         self._failure: Exception | None = None

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from torch.storage import TypedStorage
 
 from megatron_async.errors import CheckpointError
+from megatron_async.processes.private_folder import let_go, make_private_file
 from megatron_async.weights.tensor_info import TensorInfo, announced, infos_of, weights_of
 
 ALIGNMENT = 64
@@ -82,6 +83,7 @@ class SharedWeights:
         if self._path is not None:
             with contextlib.suppress(FileNotFoundError):
                 self._path.unlink()
+            let_go(str(self._path))
         self._views = []
 
     def __enter__(self) -> SharedWeights:
@@ -126,10 +128,8 @@ def _offsets_of(infos: Sequence[TensorInfo]) -> tuple[list[int], int]:
 
 def _file_in_memory() -> Path:
     """A new file that only this user can read."""
-    directory = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
-    descriptor, path = tempfile.mkstemp(prefix="megatron-async-weights-", dir=directory)
-    os.close(descriptor)
-    return Path(path)
+    directory = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else tempfile.gettempdir()
+    return Path(make_private_file("weights", str(directory)))
 
 
 def _mapped(path: Path, size: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from megatron_async.serving.http.http_server import open_socket
 from megatron_async.serving.messages import Endpoint
 from tests.support.engines import config_at
 from tests.support.patience import PATIENCE_SECONDS
+from tests.support.real_server import url_in
 
 ROOT = Path(__file__).parents[2]
 KEY = {"authorization": "Bearer key"}
@@ -83,13 +85,13 @@ class Server:
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     options = ["--inference-async-scheduling", "--port", "0", "--api-key", "key"]
-    options += ["--api-server-count", "2", "--max-queue", str(QUEUE)]
+    options += ["--api-server-count", "2", "--max-queue", str(QUEUE), "--heartbeat-timeout", "0"]
     options += ["--inference-dynamic-batching-max-requests", str(ROWS)]
     command = [sys.executable, "-m", "megatron_async", "serve", *options]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
-            url = process.stderr.readline().split()[-1]
+            url = url_in(process.stderr)
             threading.Thread(target=process.stderr.read, daemon=True).start()  # of its log
             yield Server(process, url)
         finally:
@@ -248,10 +250,11 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FrontEnds]]
     endpoint = Endpoint.private()
     config = ServerConfig(model_names=("stub",))
 
-    def made(model: str, max_restarts: int) -> FrontEnds:
+    def made(model: str, max_restarts: int, **limits: Any) -> FrontEnds:
         settings = FrontendSettings(model=model, endpoint=endpoint, config=config)
         listening = open_socket("127.0.0.1", 0)
-        return FrontEnds(settings, listening, 2, max_restarts=max_restarts, backoff=0.01)
+        limits = {"max_restarts": max_restarts, "backoff": 0.01, **limits}
+        return FrontEnds(settings, listening, 2, **limits)
 
     yield made
     endpoint.remove()
@@ -276,5 +279,31 @@ def test_each_front_end_learns_that_the_engine_was_given_up(
         # The first ones, and those that are started in their place.
         with pytest.raises(FrontEndDeadError, match="ended with status 8; it is not started again"):
             await serving
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_SECONDS))
+
+
+def test_a_front_end_that_stands_still_is_killed_and_started_again(
+    stubs: Callable[..., FrontEnds], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        with pytest.raises(FrontEndDeadError, match="gave no sign of life for 0.2 seconds"):
+            await stubs("frozen", 1, heartbeat_timeout=0.2).run()
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_SECONDS))
+    assert any("it is started again" in said for said in caplog.messages)
+
+
+def test_front_ends_that_do_not_serve_yet_are_not_waited_for(
+    stubs: Callable[..., FrontEnds],
+) -> None:
+    async def test() -> None:
+        several = stubs("slow", 1)
+        several.config = dataclasses.replace(several.config, shutdown_timeout=3600.0)
+        serving = asyncio.create_task(several.run())
+        while len(several.pids) < 2:
+            await asyncio.sleep(0.01)
+        several.end()
+        await serving
 
     asyncio.run(asyncio.wait_for(test(), PATIENCE_SECONDS))

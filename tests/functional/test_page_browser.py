@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from tests.support.patience import PATIENCE_SECONDS
+from tests.support.real_server import url_in
 
 sync_api = pytest.importorskip(
     "playwright.sync_api", reason="needs the package playwright, which is installed by hand"
@@ -49,7 +50,7 @@ def url() -> Iterator[str]:
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as server:
         try:
             assert server.stderr is not None
-            yield server.stderr.readline().split()[-1]
+            yield url_in(server.stderr)
             server.terminate()
             assert server.wait(PATIENCE_SECONDS) == 0
         finally:

@@ -26,7 +26,7 @@ from megatron_async.tokenizer.tokenizer import Tokenizer
 from tests.support.engines import config_at, hash_engine
 from tests.support.hash_tokenizer import hash_tokenizer
 from tests.support.patience import PATIENCE_SECONDS
-from tests.support.real_server import real_server
+from tests.support.real_server import real_server, url_in
 from tests.support.served import Served, served
 
 ROOT = Path(__file__).parents[2]
@@ -410,7 +410,7 @@ def test_a_model_without_tokenizer_is_served_by_token_ids(
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as running:
         try:
             assert running.stderr is not None
-            url = running.stderr.readline().split()[-1]
+            url = url_in(running.stderr)
             body = {"prompt": [100, 101], "max_tokens": 5, "return_token_ids": True}
             answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_SECONDS)
             (choice,) = answer.json()["choices"]
@@ -431,7 +431,7 @@ def test_serve_serves_the_embedded_model() -> None:
     with subprocess.Popen(command, **pipes) as running:
         try:
             assert running.stderr is not None
-            url = running.stderr.readline().split()[-1]
+            url = url_in(running.stderr)
             login: Any = {"api_key": "key", "max_retries": 0, "timeout": PATIENCE_SECONDS}
             with openai.OpenAI(base_url=f"{url}/v1", **login) as client:
                 asked: Any = {"model": "m", "messages": HELLO, "seed": 1, "max_tokens": 8}

@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from tests.support.patience import PATIENCE_SECONDS
+from tests.support.real_server import url_in
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "serving.md").read_text()
@@ -45,10 +46,9 @@ def url() -> Iterator[str]:
     )
     try:
         assert server.stderr is not None
-        said = re.search(r"http://\S+", server.stderr.readline())
-        assert said is not None
-        wait_until(lambda: httpx.get(f"{said[0]}/health").status_code == 200)
-        yield said[0]
+        url = url_in(server.stderr)
+        wait_until(lambda: httpx.get(f"{url}/health").status_code == 200)
+        yield url
         server.send_signal(signal.SIGTERM)
         assert server.wait(PATIENCE_SECONDS) == 0
     finally:

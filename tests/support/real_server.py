@@ -6,6 +6,7 @@ import asyncio
 import collections
 import contextlib
 import json
+import re
 import resource
 import signal
 import socket
@@ -15,7 +16,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import psutil
@@ -117,6 +118,14 @@ class RealServer:
         """Wait for an answer of ``/health``."""
         while (await self.http.get("/health")).status_code != status:
             await asyncio.sleep(0.02)
+
+
+def url_in(log: IO[str]) -> str:
+    """Where a server is to be found, as its log says behind what its start has to say."""
+    for line in log:
+        if found := re.search(r"http://\S+", line):
+            return found.group()
+    raise AssertionError("the server has ended")
 
 
 @contextlib.asynccontextmanager

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import struct
 from typing import NamedTuple
 
 from megatron_async.errors import IntegrityError
-from megatron_async.processes.private_folder import check_private_folder, make_private_folder
+from megatron_async.processes.private_folder import (
+    check_private_folder,
+    make_private_folder,
+    remove_private_folder,
+)
 from megatron_async.ranks.rendezvous.call import receive_exactly
 
 SIZE = struct.Struct("<I")
@@ -84,4 +87,4 @@ def make_folder() -> str:
 def remove_folder(folder: str | None) -> None:
     """With all that is in it."""
     if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_private_folder(folder)

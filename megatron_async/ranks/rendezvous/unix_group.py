@@ -12,7 +12,6 @@ order of ranks, so that all have the same bits.
 from __future__ import annotations
 
 import contextlib
-import shutil
 import socket
 import weakref
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from megatron_async.processes.private_folder import (
     check_private_folder,
     is_of_this_user,
     listen_privately,
-    make_private_folder,
+    private_folder,
 )
 from megatron_async.ranks.rendezvous.call import receive_exactly
 from megatron_async.ranks.rendezvous.link import SIZE, Done, Link
@@ -205,8 +204,7 @@ def _meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> UnixGr
     with contextlib.ExitStack() as stack:
         later = range(rank + 1, size)
         if later:
-            folder = make_private_folder(SOCKET_NAME)
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            folder = stack.enter_context(private_folder(SOCKET_NAME))
             server = stack.enter_context(listen_privately(f"{folder}/{SOCKET_NAME}", size))
             server.settimeout(seconds)
             store.set(f"folder of {rank}", folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_async.errors import EngineDeadError, EngineStalledError, RequestError
+from megatron_async.processes.private_folder import private_folder
 from megatron_async.request.parameter_checks import check_vocabulary
 from megatron_async.serving.bodies.body import Body, Messages, OwnFields, Several, Token
 from megatron_async.serving.http.errors import ApiError
@@ -19,6 +19,7 @@ from megatron_async.serving.http.frontend import Frontend
 from megatron_async.serving.http.sse import until_disconnect
 from megatron_async.version import __version__
 
+PROFILE = "trace.json"
 PauseMode = Literal["keep", "wait", "abort"]
 Seconds = Annotated[float, Field(ge=0.0, le=86_400.0)]
 
@@ -153,8 +154,8 @@ async def profile(front: Frontend, request: Request, body: ProfileRequest) -> Re
     """A trace of the next steps, for ui.perfetto.dev. The engine process, on the same machine,
     writes it into a directory that only this user can read. It is not taken to its end when the
     client goes away."""
-    with tempfile.TemporaryDirectory(prefix="megatron-async-profile-") as directory:
-        file = Path(directory) / "trace.json"
+    with private_folder(PROFILE) as directory:
+        file = Path(directory) / PROFILE
         taken = front.generator.command(
             "profile", path=str(file), steps=body.steps, timeout=body.timeout
         )

@@ -16,7 +16,7 @@ import math
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import msgspec
@@ -35,7 +35,6 @@ from megatron_async.serving.messages import (
     TO_ENGINE,
     Abort,
     Answer,
-    Beat,
     Bye,
     Cancel,
     Control,
@@ -223,7 +222,7 @@ class EngineProcess:
         self._front_ends.pop(front_end.identity, None)
 
     def _tick(self) -> None:
-        self._parent.send(Beat())
+        self._parent.beat()
         self._controls.tick()
         self._stalls.look(len(self._requests), seen_of(self._engine))
         snapshot = self._snapshot()
@@ -299,6 +298,21 @@ class EngineProcess:
         return Snapshot(time.time(), counters, gauges, self._stalls.stalled)
 
 
+def build_engine(
+    launch: Launch, parent: Parent[FromSupervisor]
+) -> DynamicInferenceEngine:
+    """The engine that is asked for; ``parent`` is told what is done for it."""
+
+    def progress(each: Iterable[int], count: int) -> Iterator[int]:
+        for number, tokens in enumerate(each, 1):
+            parent.doing(f"captures CUDA graph {number} of {count}")
+            yield tokens
+
+    parent.doing("loads the model")
+    config = EngineConfig(**launch.config)
+    return DynamicInferenceEngine.from_pretrained(launch.model, config, progress=progress)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Load the model and serve it; returns the exit status."""
     parent: Parent[FromSupervisor] = Parent(int(arguments[0]), FromSupervisor)
@@ -307,8 +321,7 @@ def main(arguments: Sequence[str]) -> int:
     form = "%(asctime)s %(levelname)s engine %(name)s: %(message)s"
     logging.basicConfig(level=launch.log_level, format=form)
     with parent.starting():
-        config = EngineConfig(**launch.config)
-        engine = DynamicInferenceEngine.from_pretrained(launch.model, config)
+        engine = build_engine(launch, parent)
     gc.collect()
     gc.freeze()  # the model's objects are not looked at again
     return EngineProcess(engine, launch, parent).run()

@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 
+from megatron_async.processes.beating import BEAT_SECONDS
 from megatron_async.processes.messages import Started
 from megatron_async.processes.parent import Parent
 from megatron_async.serving.front_end.build import build_frontend
@@ -31,6 +32,7 @@ class EngineOfParent:
         self._parent = parent
         self._client = client
         self._signalled: Callable[[], None] = lambda: None
+        self._beating: asyncio.Task[None] | None = None
 
     def listen(self, signalled: Callable[[], None]) -> None:
         """Call ``signalled`` when the parent says so."""
@@ -45,6 +47,7 @@ class EngineOfParent:
                 loop.call_soon_threadsafe(self._take, said)
 
         self._parent.watch(take)
+        self._beating = asyncio.create_task(self._beat(), name="signs of life")
 
     async def given_up(self) -> str:
         """Never: what follows from it is the parent's to decide."""
@@ -53,6 +56,14 @@ class EngineOfParent:
 
     async def stop(self) -> None:
         """It goes on for other front ends."""
+        if self._beating is not None:
+            self._beating.cancel()
+
+    async def _beat(self) -> None:
+        """Of the event loop: one that stands still serves nobody."""
+        while True:
+            self._parent.beat()
+            await asyncio.sleep(BEAT_SECONDS)
 
     def _take(self, said: ToFrontEnd) -> None:
         if isinstance(said, GivenUp):
@@ -70,6 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     os.set_inheritable(launch.listening, False)
     log_as_json()
     with parent.starting():
+        parent.doing("reads the tokenizer")
         front, client = build_frontend(launch.settings)
         tracer_provider = make_provider(launch.settings.otlp_traces_endpoint)
     listening = socket.socket(proto=socket.IPPROTO_TCP, fileno=launch.listening)

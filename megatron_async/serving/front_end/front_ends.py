@@ -16,7 +16,7 @@ Each front end has its own connection to the engine process, with an identity of
 ids are a front end's own; the engine process counts sequences, holds ``--max-queue`` and carries
 out ``/pause`` and its like for all. So any front end may be asked anything.
 
-A front end that dies is started again, each of them at most ``max_restarts`` times in ten minutes;
+A front end that dies, or whose event loop stands still, is started again, each of them at most ``max_restarts`` times in ten minutes;
 after that the server ends with status 1. Its connections break, and the engine process aborts its
 requests within a second. The others go on.
 
@@ -39,8 +39,9 @@ from prometheus_client.multiprocess import mark_process_dead
 from megatron_async.errors import FrontEndDeadError
 from megatron_async.processes import stop_signals
 from megatron_async.processes.child_process import ChildProcess
-from megatron_async.processes.messages import NotStarted, Started, Stop
-from megatron_async.processes.supervision import Restarts, Supervision
+from megatron_async.processes.heartbeat import HEARTBEAT_SECONDS
+from megatron_async.processes.messages import Beat, NotStarted, Started, Stop
+from megatron_async.processes.supervision import START_SECONDS, Restarts, Supervision
 from megatron_async.serving.engine_side.engine_lifetime import Engine, with_engine
 from megatron_async.serving.front_end.build import FrontendSettings
 from megatron_async.serving.http.http_server import ABORT_SECONDS
@@ -62,7 +63,7 @@ class FrontEndLaunch(msgspec.Struct, frozen=True, tag=True):
     listening: int
 
 
-FromFrontEnd = Started | NotStarted
+FromFrontEnd = Started | Beat | NotStarted
 ToFrontEnd = FrontEndLaunch | GivenUp | Stop
 
 
@@ -74,6 +75,8 @@ class FrontEnds:
         listening: a bound socket.
         max_restarts, backoff: see :class:`~megatron_async.processes.supervision.Restarts`, for each
             of them.
+        heartbeat_timeout, start_timeout: see
+            :class:`~megatron_async.processes.supervision.Supervision`.
     """
 
     def __init__(
@@ -84,6 +87,8 @@ class FrontEnds:
         *,
         max_restarts: int = 3,
         backoff: float = 0.5,
+        heartbeat_timeout: float | None = HEARTBEAT_SECONDS,
+        start_timeout: float | None = START_SECONDS,
     ) -> None:
         self.config = settings.config
         assert settings.endpoint is not None
@@ -101,6 +106,8 @@ class FrontEnds:
                 partial(self._take, index),
                 Restarts(max_restarts, backoff),
                 ended=self._ended,
+                heartbeat_timeout=heartbeat_timeout,
+                start_timeout=start_timeout,
                 ending=self._ending,
             )
             for index in range(count)
@@ -178,8 +185,9 @@ class FrontEnds:
         if not self._ending.is_set():
             raise FrontEndDeadError(said)
 
-    def _take(self, index: int, _: FromFrontEnd) -> None:
-        """A front end serves."""
+    def _take(self, index: int, message: FromFrontEnd) -> None:
+        if not isinstance(message, Started):
+            return
         self._started.add(index)
         if len(self._started) == len(self._front_ends):
             self._all_started.set()

@@ -6,7 +6,7 @@ import json
 import logging
 from typing import Any
 
-from megatron_async.processes import standard_error
+from megatron_async.processes import standard_error, supervision
 
 logger = logging.getLogger("megatron_async.serving")
 """Has a line for each request; the loggers of the modules here are below it."""
@@ -35,4 +35,5 @@ def log_as_json() -> None:
     for name in ("megatron_async", "uvicorn", "opentelemetry"):
         logging.getLogger(name).addHandler(handler)
         logging.getLogger(name).setLevel(logging.WARNING)
-    logger.setLevel(logging.INFO)
+    for each in (logger, supervision.logger):
+        each.setLevel(logging.INFO)

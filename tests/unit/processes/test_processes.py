@@ -14,13 +14,13 @@ import pytest
 from megatron_async.errors import ConfigError
 from megatron_async.processes.child import Child, how_ended
 from megatron_async.processes.child_process import ChildProcess
-from megatron_async.processes.messages import NotStarted, Started, Stop
-from megatron_async.processes.supervision import Restarts, Supervision
+from megatron_async.processes.messages import Beat, NotStarted, Started, Stop
+from megatron_async.processes.supervision import SHOWN_SECONDS, Restarts, Start, Supervision
 from tests.support.patience import PATIENCE_SECONDS
 from tests.unit.test_architecture import PACKAGE, imports_of
 
 OF_PROCESSES = {"subprocess", "multiprocessing", "multiprocessing.connection"}
-Said = Started | NotStarted
+Said = Started | Beat | NotStarted
 
 
 class Task(msgspec.Struct, frozen=True, tag=True):
@@ -33,14 +33,12 @@ CHILD = """
 import os, signal, sys, time
 import msgspec
 from megatron_async.errors import ConfigError
-from megatron_async.processes.messages import Started, Stop
-from megatron_async.processes.lifeline import leave_signals_to_parent
+from megatron_async.processes.messages import Preparing, Started, Stop
 from megatron_async.processes.parent import Parent
 
 class Task(msgspec.Struct, frozen=True, tag=True):
     code: str
 
-leave_signals_to_parent()
 parent = Parent(int(sys.argv[1]), Task | Stop)
 exec(parent.receive().code)
 """
@@ -125,6 +123,54 @@ def test_one_that_freezes_once_it_has_served_is_killed() -> None:
         assert said.startswith("the child gave no sign of life for 0.2 seconds; it is not")
 
     run(test())
+
+
+def test_one_that_freezes_before_it_serves_is_killed() -> None:
+    kept = Kept("os.kill(os.getpid(), signal.SIGSTOP)", start_timeout=0.2)
+
+    async def test() -> None:
+        said = await kept.supervision.run()
+        assert said.startswith("the child gave no sign of life for 0.2 seconds while it started")
+
+    run(test())
+
+
+def test_one_that_takes_long_to_start_gives_signs_of_life() -> None:
+    kept = Kept("parent.doing('waits'); parent.receive(); parent.send(Started()); os._exit(0)")
+
+    async def test() -> None:
+        process = kept._start()
+        while await process.receive() != Beat("waits"):
+            """It imports what it needs."""
+        process.send(Stop())
+        while (said := await process.receive()) != Started():
+            assert said == Beat("waits")
+        assert await process.receive() is None
+        await process.kill()
+
+    run(test())
+
+
+def test_one_that_serves_may_prepare_something_for_as_long_as_a_start() -> None:
+    code = "parent.send(Started()); parent.send(Preparing()); time.sleep(1); os._exit(7)"
+    kept = Kept(code, heartbeat_timeout=0.2)
+
+    async def test() -> None:
+        assert "ended with status 7" in await kept.supervision.run()
+
+    run(test())
+
+
+def test_a_start_that_takes_long_says_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
+    now = [100.0]
+    start = Start("the child", lambda: now[0])
+    with caplog.at_level(logging.INFO):
+        for seconds in (0.0, SHOWN_SECONDS - 0.1, SHOWN_SECONDS, SHOWN_SECONDS + 1, 11.0):
+            now[0] = 100.0 + seconds
+            start.show("loads")
+    assert caplog.messages == [
+        f"the child starts, for {seconds} seconds now: it loads" for seconds in (5, 11)
+    ]
 
 
 def test_what_keeps_it_from_starting_is_raised_here() -> None:
