@@ -39,9 +39,7 @@ class ChildProcess(Generic[Said]):
         inherited: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._process = Child(
-            BEATING, [module], inherited=inherited, environment=environment
-        )
+        self._process = Child(BEATING, [module], inherited=inherited, environment=environment)
         self._call = Call(self._process.connection.detach())
         self._codec: Codec[Said] = Codec(said)
         self._received: asyncio.Queue[Said | None] = asyncio.Queue()

@@ -123,11 +123,38 @@ class Kept(msgspec.Struct, frozen=True, tag=True):
             the model.
         weight_version: of them.
         suspended: nothing is launched.
+        asleep: parts of its memory that were given back and are somebody else's now.
+        lost_weights: their values were discarded, and no new ones have come.
     """
 
     weights: tuple[str, ...] = ()
     weight_version: int = 0
     suspended: bool = False
+    asleep: tuple[str, ...] = ()
+    lost_weights: bool = False
+
+
+class EngineInfo(msgspec.Struct, frozen=True, tag=True):
+    """What a front end must know of the model.
+
+    Args:
+        not_ready: why no request is served although the engine runs; None when they are.
+        kept: what it was told, and another one must know to be the same.
+    """
+
+    model_name: str
+    vocab_size: int
+    max_sequence_length: int
+    eos_token_ids: list[int]
+    dtype: str
+    depth: int
+    max_requests: int
+    block_count: int
+    version: str
+    max_sequences: int | None = None
+    """That may run or wait at the same time; None for any number."""
+    not_ready: str | None = None
+    kept: Kept = Kept()
 
 
 class Launch(msgspec.Struct, frozen=True, tag=True):
@@ -139,6 +166,7 @@ class Launch(msgspec.Struct, frozen=True, tag=True):
         max_queue: sequences that may wait beyond those that ``max_requests`` lets run; None for
             any number.
         kept: what the process before this one was told; None for the first.
+        info: what it has said of itself.
         stall_seconds: see ``StallWatch``.
     """
 
@@ -148,6 +176,7 @@ class Launch(msgspec.Struct, frozen=True, tag=True):
     max_queue: int | None = None
     log_level: str = "WARNING"
     kept: Kept | None = None
+    info: EngineInfo | None = None
     stall_seconds: float = STALL_SECONDS
 
 
@@ -157,7 +186,7 @@ class GivenUp(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-ToSupervisor = Started | Preparing | Beat | NotStarted | Kept
+ToSupervisor = Started | Preparing | Beat | NotStarted | Kept | EngineInfo
 FromSupervisor = Launch | Stop
 
 
@@ -279,29 +308,6 @@ class Snapshot(msgspec.Struct, frozen=True, tag=True):
 
 class Dropped(msgspec.Struct, frozen=True, tag=True):
     """The front end has not read what it was sent; its requests were aborted."""
-
-
-class EngineInfo(msgspec.Struct, frozen=True, tag=True):
-    """What a front end must know of the model.
-
-    Args:
-        not_ready: why no request is served although the engine runs; None when they are.
-        kept: what it was told, and another one must know to be the same.
-    """
-
-    model_name: str
-    vocab_size: int
-    max_sequence_length: int
-    eos_token_ids: list[int]
-    dtype: str
-    depth: int
-    max_requests: int
-    block_count: int
-    version: str
-    max_sequences: int | None = None
-    """That may run or wait at the same time; None for any number."""
-    not_ready: str | None = None
-    kept: Kept = Kept()
 
 
 FromEngine = Outputs | Answer | Snapshot | Dropped | EngineInfo

@@ -12,7 +12,7 @@ from megatron_async.processes.child_process import ChildProcess
 from megatron_async.processes.heartbeat import HEARTBEAT_SECONDS
 from megatron_async.processes.messages import Started
 from megatron_async.processes.supervision import START_SECONDS, Restarts, Supervision
-from megatron_async.serving.messages import Kept, Launch, ToSupervisor
+from megatron_async.serving.messages import EngineInfo, Kept, Launch, ToSupervisor
 
 logger = logging.getLogger(__name__)
 
@@ -132,5 +132,7 @@ class Supervisor:
     def _take(self, message: ToSupervisor) -> None:
         if isinstance(message, Kept):
             self._launch = msgspec.structs.replace(self._launch, kept=message)
+        if isinstance(message, EngineInfo):
+            self._launch = msgspec.structs.replace(self._launch, info=message)
         if isinstance(message, Started):
             self._serves.set()

@@ -287,7 +287,7 @@ def test_a_front_end_that_stands_still_is_killed_and_started_again(
     stubs: Callable[..., FrontEnds], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def test() -> None:
-        with pytest.raises(FrontEndDeadError, match="gave no sign of life for 0.2 seconds"):
+        with pytest.raises(FrontEndDeadError, match=r"gave no sign of life for 0\.2 seconds"):
             await stubs("frozen", 1, heartbeat_timeout=0.2).run()
 
     asyncio.run(asyncio.wait_for(test(), PATIENCE_SECONDS))

@@ -39,8 +39,8 @@ class NoParent:
         if isinstance(message, Kept):
             self.kept = message
 
-    def watch(self, stop: Any) -> None:
-        """Nothing ever ends the process."""
+    def beat(self) -> None:
+        """Nobody looks."""
 
 
 @contextlib.contextmanager

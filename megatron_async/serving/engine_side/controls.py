@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import platform
 import threading
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import msgspec
-import torch
 
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.engine.lifecycle.host_timeline import HostTimeline
-from megatron_async.engine.lifecycle.sleep_mode import checked_level
-from megatron_async.errors import (
-    BusyError,
-    EngineDeadError,
-    EngineStoppedError,
-    IntegrityError,
-    MegatronAsyncError,
-    RankDiedError,
-    RequestError,
-)
-from megatron_async.perfetto.events import Recording, trace_events
-from megatron_async.request.request import StepReport
+from megatron_async.engine.lifecycle.sleep_mode import TAGS, checked_level
+from megatron_async.errors import BusyError, MegatronAsyncError, RequestError
+from megatron_async.serving.engine_side.control_threads import Call, ControlThreads
 from megatron_async.serving.engine_side.live_requests import (
     TIMEOUT,
     ConnectedFrontEnd,
     LiveRequests,
 )
 from megatron_async.serving.engine_side.live_steps import LiveSteps
+from megatron_async.serving.engine_side.profile import Profiler, device_name
 from megatron_async.serving.messages import Answer, Control, Kept
 from megatron_async.weights.source import replaces_all
 from megatron_async.weights.targets import covers
@@ -43,32 +29,9 @@ from megatron_async.weights.transfer import WeightTransfer
 
 logger = logging.getLogger(__name__)
 
-THREADS = 4
-"""Controls at the same time: one that waits does not hold up the next ones."""
-AT_ONCE = frozenset({"resume", "wake_up", "abort_requests", "suspend", "state"})
-"""Have threads of their own: they end what others may wait for, however many do."""
-CLOSE_SECONDS = 1.0
-"""For controls to give their answers when the process ends."""
-MAX_PROFILED_STEPS = 10_000
 SENT = "a trainer, which has sent them,"
 """In place of the path of weights that are in no file: the next process cannot have them."""
-
-
-class Call:
-    """A control in progress.
-
-    Attributes:
-        wake: set when it is cancelled, so that what waits ends; a control may set it too.
-    """
-
-    def __init__(self) -> None:
-        self.is_cancelled = False
-        self.wake = threading.Event()
-
-    def cancel(self) -> None:
-        """Nobody waits for it any more."""
-        self.is_cancelled = True
-        self.wake.set()
+RESUMED = "the engine was resumed while this waited for its requests to end"
 
 
 class Controls:
@@ -95,15 +58,18 @@ class Controls:
         self._kept = Kept()
         self._keeping = threading.Lock()
         self._first_version = 0
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="control")
-        self._pool_at_once = ThreadPoolExecutor(THREADS, thread_name_prefix="control at once")
-        self._running: set[Future[None]] = set()
-        self._calls: dict[tuple[ConnectedFrontEnd, int], Call] = {}
-        self._call = threading.local()
-        """``current`` is the thread's own."""
+        self._threads = ControlThreads(
+            {name: partial(method, self) for name, method in CONTROLS.items()}
+        )
+        self._switching = threading.Lock()
+        """Held by who stops the engine or has it go on."""
+        self._resumes = 0
+        self._is_drained = False
+        self._making_way: set[Call] = set()
+        """Those that let no request in while they wait for the others."""
         self._updating = threading.Lock()
-        self._profiling = threading.Lock()
         self._live = LiveSteps(engine)
+        self._profiler = Profiler(engine, self._live)
         self._transfer = WeightTransfer(engine.cache.device)
 
     @property
@@ -119,7 +85,7 @@ class Controls:
     def restore(self, kept: Kept) -> None:
         """Be as an earlier process was told to be, before requests come. Weights that cannot be had
         any more leave those of the model, and :attr:`lost` says so."""
-        self._kept = kept
+        self._change(**msgspec.structs.asdict(kept))
         for path in kept.weights:
             try:
                 self._engine.update_weights(path)
@@ -131,61 +97,38 @@ class Controls:
         self._first_version = kept.weight_version - self._engine.weight_version
         if kept.suspended:
             self._engine.suspend()
+        if kept.asleep or kept.lost_weights:
+            engine = self._engine
+            engine.sleep(2 if kept.lost_weights else 1)
+            engine.wake_up([tag for tag in TAGS if tag not in kept.asleep])
 
     def submit(
         self, front_end: ConnectedFrontEnd, control: Control, answer: Callable[[Answer], object]
     ) -> None:
         """Begin a control; ``answer`` is called when it is done."""
-        key = front_end, control.number
-        call = self._calls[key] = Call()
-        pool = self._pool_at_once if control.name in AT_ONCE else self._pool
-        future = pool.submit(self._run, control, call, answer)
-        self._running.add(future)
-        future.add_done_callback(self._running.discard)
-        future.add_done_callback(lambda _: self._calls.pop(key, None))
+        self._threads.submit(front_end, control, answer)
 
     def cancel(self, front_end: ConnectedFrontEnd, number: int | None = None) -> None:
         """Nobody waits for a front end's control any more, or for any of them."""
-        for (of, each), call in list(self._calls.items()):
-            if of is front_end and number in (None, each):
-                call.cancel()
+        self._threads.cancel(front_end, number)
+        self._requests.wake_waiters()
 
     def tick(self) -> None:
         """End what nobody asks for any more; called now and then."""
         if self._live.is_over():
-            self._pool.submit(self._live.stop)  # which waits for a step
+            self._threads.begin(self._live.stop, "live")  # which waits for a step
 
     def close(self) -> None:
         """Those in progress get a moment to answer."""
-        for pool in (self._pool, self._pool_at_once):
-            pool.shutdown(wait=False, cancel_futures=True)
-        for call in list(self._calls.values()):
-            call.cancel()
-        wait(list(self._running), CLOSE_SECONDS)
-
-    def _run(self, control: Control, call: Call, answer: Callable[[Answer], object]) -> None:
-        if call.is_cancelled:
-            return
-        self._call.current = call
-        try:
-            method = CONTROLS.get(control.name)
-            if method is None:
-                raise RequestError(f"{control.name!r} is none of {', '.join(CONTROLS)}")
-            answer(Answer(control.number, method(self, **control.arguments)))
-        except Exception as error:
-            kind = _kind_of(error)
-            if kind == "internal":
-                logger.exception("%s failed", control.name)
-            known = isinstance(error, MegatronAsyncError)
-            said = str(error) if known else f"{type(error).__name__}: {error}"
-            answer(Answer(control.number, error=said, kind=kind))
+        self._threads.close(self._requests.wake_waiters)
 
     # --- controls -----------------------------------------------------------------------------
 
     def suspend(self) -> dict[str, Any]:
         """Commit what is in flight and launch nothing until ``resume``."""
-        self._engine.suspend()
-        self._change(suspended=True)
+        with self._switching:
+            self._engine.suspend()
+            self._change(suspended=True)
         return {"suspended": True}
 
     def pause(self, mode: str = "keep", timeout: float | None = None) -> dict[str, Any]:
@@ -195,18 +138,27 @@ class Controls:
             mode: what becomes of the requests: ``"keep"`` lets them go on then, ``"wait"`` lets
                 them end first, ``"abort"`` aborts them.
             timeout: seconds to wait; then they are aborted.
+
+        Raises:
+            BusyError: somebody has resumed it meanwhile.
         """
-        self._make_way(mode, timeout)
-        self._engine.suspend()
-        self._requests.refusal = None  # they wait in the suspended engine
-        self._change(suspended=True)
+        with self._make_way(mode, timeout):
+            self._engine.suspend()
+            self._change(suspended=True)
         return {"suspended": True}
 
     def resume(self) -> dict[str, Any]:
-        """Go on after ``suspend``, ``pause`` and ``drain``."""
-        self._requests.refusal = None
-        self._engine.resume()
-        self._change(suspended=False)
+        """Go on after ``suspend``, ``pause`` and ``drain``. Those that wait to stop the engine give
+        up."""
+        self._engine.sleep_mode.check_awake()
+        self._resumes += 1
+        self._is_drained = False
+        self._making_way.clear()
+        self._refuse()
+        self._requests.wake_waiters()
+        with self._switching:
+            self._engine.resume()
+            self._change(suspended=False)
         return {"suspended": False}
 
     def drain(self, timeout: float | None = None) -> dict[str, Any]:
@@ -215,20 +167,20 @@ class Controls:
         Args:
             timeout: seconds to wait; then they end with what they have.
         """
-        self._requests.refusal = "the engine is being drained"
+        self._is_drained = True
+        self._refuse()
         return {"in_time": self._finish(timeout, TIMEOUT)}
 
     def weights(self, path: str, recompute_kv_cache: bool = True) -> dict[str, Any]:
         """Replace the weights between two steps by those of a model directory or file."""
         with self._only_update():
-            self._engine.update_weights(path, recompute_kv_cache=recompute_kv_cache)
-            # The file has been accepted, so its header is no larger than it may be.
             is_whole = replaces_all(self._engine.model.weights_owner, path)
+            self._engine.update_weights(path, recompute_kv_cache=recompute_kv_cache)
             paths = (*(each for each in self._kept.weights if each != path), path)
             if is_whole:
                 paths = (path,)
                 self.lost = None
-            self._change(weights=paths, weight_version=self.weight_version)
+            self._change(weights=paths, weight_version=self.weight_version, **self._asleep())
         return {"weight_version": self.weight_version}
 
     def sleep(self, level: int = 1, mode: str = "keep") -> dict[str, Any]:
@@ -236,15 +188,15 @@ class Controls:
 
         Args:
             mode: what becomes of the requests, as in :meth:`pause`.
+
+        Raises:
+            BusyError: somebody has resumed it meanwhile.
         """
         checked_level(level)
         self._engine.sleep_mode.check_possible()
-        refusal = self._requests.refusal
-        try:
-            self._make_way(mode, None)
+        with self._make_way(mode, None):
             self._engine.sleep(level)
-        finally:
-            self._requests.refusal = refusal  # new ones wait in the sleeping engine
+            self._change(**self._asleep())
         return {"is_sleeping": True}
 
     def abort_requests(self) -> dict[str, Any]:
@@ -253,7 +205,11 @@ class Controls:
 
     def wake_up(self, tags: list[str] | None = None) -> dict[str, Any]:
         """Take it back."""
-        self._engine.wake_up(tags)
+        with self._switching:
+            try:
+                self._engine.wake_up(tags)
+            finally:
+                self._change(**self._asleep())
         return {"is_sleeping": self._engine.is_sleeping}
 
     def state(self) -> dict[str, Any]:
@@ -263,7 +219,7 @@ class Controls:
     def init_weight_transfer(self, **where: Any) -> dict[str, Any]:
         """Join a trainer's group."""
         with self._only_update():
-            self._transfer.connect(**where, given_up=self._call.current.wake)
+            self._transfer.connect(**where, given_up=self._threads.current.wake)
         return {}
 
     def start_weight_update(self) -> dict[str, Any]:
@@ -287,7 +243,7 @@ class Controls:
                 paths = (SENT,)
                 self.lost = None
             if names:
-                self._change(weights=paths, weight_version=self.weight_version)
+                self._change(weights=paths, weight_version=self.weight_version, **self._asleep())
         return {"weight_version": self.weight_version}
 
     def reset_prefix_cache(self) -> dict[str, Any]:
@@ -306,7 +262,7 @@ class Controls:
 
     def live(self) -> dict[str, Any]:
         """The last steps; see :class:`~megatron_async.serving.engine_side.live_steps.LiveSteps`."""
-        return {"device": _device_name(self._engine), "steps": self._live.read()}
+        return {"device": device_name(self._engine), "steps": self._live.read()}
 
     def profile(self, path: str, steps: int = 100, timeout: float | None = 60.0) -> dict[str, Any]:
         """Write what host and device do in the next steps, as a trace for Perfetto.
@@ -315,15 +271,7 @@ class Controls:
             path: of the file to write, in the engine process's file system.
             steps: to record; fewer when they do not come within ``timeout`` seconds.
         """
-        if not isinstance(steps, int) or not 0 < steps <= MAX_PROFILED_STEPS:
-            raise RequestError(f"steps={steps!r} must be an integer from 1 to {MAX_PROFILED_STEPS}")
-        if not self._profiling.acquire(blocking=False):
-            raise BusyError("another profile is being taken; wait for it")
-        try:
-            with self._live.set_aside():
-                return self._profile(Path(path), steps, timeout)
-        finally:
-            self._profiling.release()
+        return self._profiler.take(self._threads.current, path, steps, timeout)
 
     # --- what they are made of ----------------------------------------------------------------
 
@@ -338,9 +286,14 @@ class Controls:
         finally:
             self._updating.release()
 
-    def _make_way(self, mode: str, timeout: float | None) -> None:
-        """Before the engine stops: see :meth:`pause`. No request is taken until somebody says so,
-        unless all are kept."""
+    @contextlib.contextmanager
+    def _make_way(self, mode: str, timeout: float | None) -> Iterator[None]:
+        """Stop the engine inside: see :meth:`pause`. No request is taken before, unless all are
+        kept; then they wait in the engine that has stopped.
+
+        Raises:
+            BusyError: somebody has resumed the engine while this waited.
+        """
         if mode not in ("keep", "wait", "abort"):
             raise RequestError(f"mode={mode!r} must be keep, wait or abort")
         waits = mode == "wait" and timeout is None
@@ -348,9 +301,29 @@ class Controls:
             raise RequestError(
                 "the engine is paused, so that no request ends; resume it, or give mode=abort"
             )
-        if mode != "keep":
-            self._requests.refusal = "the engine is paused"
-            self._finish(timeout if mode == "wait" else 0.0, "abort")
+        call, resumes = self._threads.current, self._resumes
+        try:
+            if mode != "keep":
+                self._making_way.add(call)
+                self._refuse()
+                self._finish(timeout if mode == "wait" else 0.0, "abort")
+            with self._switching:
+                if resumes != self._resumes:
+                    raise BusyError(RESUMED)
+                yield
+        finally:
+            self._making_way.discard(call)
+            self._refuse()
+
+    def _refuse(self) -> None:
+        """Have requests refused while somebody needs it."""
+        refusal = "the engine is paused" if self._making_way else None
+        self._requests.refusal = "the engine is being drained" if self._is_drained else refusal
+
+    def _asleep(self) -> dict[str, Any]:
+        """Fields of a ``Kept``."""
+        mode = self._engine.sleep_mode
+        return {"asleep": tuple(sorted(mode.asleep)), "lost_weights": mode.lost_weights}
 
     def _change(self, **changes: Any) -> None:
         """Say what the next process must know."""
@@ -359,75 +332,30 @@ class Controls:
             self._keep(self._kept)
 
     def _finish(self, timeout: float | None, reason: str) -> bool:
-        """Wait for the requests, and end those that take longer; False when some did."""
-        if self._requests.wait_until_empty(timeout):
+        """Wait for the requests, and end those that take longer; False when some did.
+
+        Raises:
+            BusyError: what waited to stop the engine is not to do so any more.
+        """
+        if self._wait(timeout):
             return True
         self._requests.end_all(reason)
         if self._engine.suspended:
             return False  # aborts are applied all the same
-        self._requests.wait_until_empty(None)
+        self._wait(None)
         return False
 
-    def _profile(self, path: Path, steps: int, timeout: float | None) -> dict[str, Any]:
-        engine = self._engine
-        call: Call = self._call.current
-        counter = _StepCounter(steps, call.wake)
-        with engine.lock.gate, engine.lock.mutex:  # between two steps
-            host = HostTimeline(engine)
-            engine.device.start_timeline()
-        start_ns = time.perf_counter_ns()
-        forget = engine.observe(counter)
-        try:
-            call.wake.wait(timeout)
-        finally:
-            forget()
-            suspended = engine.suspended
-            engine.suspend()  # what is in flight is shown to its end
-            device = engine.device.take_timeline()
-            host.detach()
-            if not suspended:
-                engine.resume()
-        if call.is_cancelled:
-            raise RequestError("nobody waits for the profile any more")
-        recording = Recording(engine.model_name, _device_name(engine), start_ns, host, device, [])
-        events, summary = trace_events(recording)
-        try:
-            path.write_text(json.dumps({"traceEvents": events}))
-        except OSError as error:
-            raise RequestError(f"path={str(path)!r} cannot be written: {error}") from None
-        return {"path": str(path), "steps": counter.seen, "overlapped": summary.overlapped}
+    def _wait(self, timeout: float | None) -> bool:
+        call = self._threads.current
+        makes_way = call in self._making_way
 
+        def is_over() -> bool:
+            return call.is_cancelled or (makes_way and call not in self._making_way)
 
-def _kind_of(error: Exception) -> str:
-    """Return the kind of an :class:`~megatron_async.serving.messages.Answer`."""
-    if isinstance(error, BusyError):
-        return "busy"
-    if isinstance(error, EngineStoppedError | EngineDeadError | RankDiedError):
-        return "dead"
-    is_known = isinstance(error, MegatronAsyncError) and not isinstance(error, IntegrityError)
-    return "invalid" if is_known else "internal"
-
-
-def _device_name(engine: DynamicInferenceEngine) -> str:
-    device = engine.device.torch_device
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"a thread of the CPU ({platform.machine()})"
-
-
-class _StepCounter:
-    """An observer that sets ``done`` after a number of steps."""
-
-    def __init__(self, steps: int, done: threading.Event) -> None:
-        self.seen = 0
-        self._done = done
-        self._steps = steps
-
-    def on_commit(self, report: StepReport) -> None:
-        """A step was committed."""
-        self.seen += 1
-        if self.seen >= self._steps:
-            self._done.set()
+        is_empty = self._requests.wait_until_empty(timeout, is_over)
+        if is_over():
+            raise BusyError(RESUMED)
+        return is_empty
 
 
 CONTROLS: dict[str, Callable[..., dict[str, Any]]] = {

@@ -8,31 +8,28 @@ Nothing here waits for a front end.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import hmac
 import logging
-import math
-import socket
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import msgspec
-import zmq
 
 from megatron_async.config.engine_config import EngineConfig
 from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.processes import standard_error
 from megatron_async.processes.messages import Started
 from megatron_async.processes.parent import EXIT_FAILED, Parent
+from megatron_async.serving.engine_side.asleep import Awake, SleepingEngine
 from megatron_async.serving.engine_side.controls import Controls
 from megatron_async.serving.engine_side.grammar_work import GrammarWork
 from megatron_async.serving.engine_side.live_requests import ConnectedFrontEnd, LiveRequests
-from megatron_async.serving.engine_side.output_socket import OutputSocket
+from megatron_async.serving.engine_side.sockets import Sockets
 from megatron_async.serving.engine_side.stall_watch import StallWatch, seen_of
 from megatron_async.serving.messages import (
-    TO_ENGINE,
     Abort,
     Answer,
     Bye,
@@ -57,8 +54,8 @@ TICK_SECONDS = 0.5
 """Between two snapshots for the front ends, and two signs of life for the supervisor."""
 DROPPED_SECONDS = 60.0
 """For how long a front end that does not read any more is remembered."""
-MESSAGES_AT_ONCE = 256
-"""Taken from the socket before deadlines are looked at again."""
+MOMENT_SECONDS = 0.001
+"""That a request has at least whose time is over."""
 
 
 class EngineProcess:
@@ -66,6 +63,7 @@ class EngineProcess:
 
     Args:
         clock: by which requests stall.
+        sockets: None opens them.
     """
 
     def __init__(
@@ -74,43 +72,39 @@ class EngineProcess:
         launch: Launch,
         parent: Parent[FromSupervisor],
         clock: Callable[[], float] = time.monotonic,
+        sockets: Sockets | None = None,
     ) -> None:
         self._engine = engine
         self._launch = launch
-        self._endpoint = launch.endpoint
         self._parent = parent
-        self._context = zmq.Context()
-        self._wakes, self._wake = socket.socketpair()
-        self._wake.setblocking(False)
-        self._wakes.setblocking(False)
+        self._sockets = Sockets(launch.endpoint) if sockets is None else sockets
         self._exit: int | None = None
         self._front_ends: dict[bytes, ConnectedFrontEnd] = {}
         self._dropped: dict[bytes, float] = {}
         """Front ends that will be told so when they read again, if that is before a time."""
-        self._outputs = OutputSocket(self._context, launch.endpoint)
+        self._outputs = self._sockets.outputs
         self._max_sequences: int | None = None
         if launch.max_queue is not None:
             self._max_sequences = engine.cache.sizes.max_requests + launch.max_queue
         self._requests = LiveRequests(engine, self._outputs, self._max_sequences, self._failed)
-        self._grammars = GrammarWork(engine.requests.compile_now, self._wake_up)
+        self._grammars = GrammarWork(engine.requests.compile_now, self._sockets.wake)
         self._controls = Controls(engine, self._requests, self._keep)
         self._stalls = StallWatch(launch.stall_seconds, clock)
-        self._commands = self._context.socket(zmq.ROUTER)
-        self._commands.setsockopt(zmq.LINGER, 0)
-        self._commands.setsockopt(zmq.RCVHWM, 0)
-        launch.endpoint.serve(self._commands, launch.endpoint.commands)
 
-    def run(self) -> int:
-        """Serve until the supervisor or an error ends it; returns the exit status."""
+    def run(self, awake: Awake | None = None) -> int:
+        """Serve until the supervisor or an error ends it; returns the exit status.
+
+        Args:
+            awake: what waits for an engine that has slept.
+        """
         self._engine.deliver_to(self._requests)
-        if self._launch.kept is not None:
+        if awake is not None:
+            self._go_on(awake)
+        elif self._launch.kept is not None:
             self._controls.restore(self._launch.kept)
         self._engine.start()
-        self._parent.watch(lambda _: self.stop())
+        self._parent.send(self._info())
         self._parent.send(Started())
-        poller = zmq.Poller()
-        poller.register(self._commands, zmq.POLLIN)
-        poller.register(self._wakes, zmq.POLLIN)
         next_tick = time.monotonic()
         while self._exit is None:
             now = time.monotonic()
@@ -119,8 +113,9 @@ class EngineProcess:
                 self._tick()
             deadline = self._requests.expire(now)
             until = next_tick if deadline is None else min(next_tick, deadline)
-            if poller.poll(math.ceil(max(0.0, until - time.monotonic()) * 1000)):
-                self._receive()
+            if self._sockets.wait(until):
+                for identity, message in self._sockets.receive():
+                    self._take(identity, message)
                 self._add_compiled()
         self._close()
         return self._exit
@@ -128,12 +123,20 @@ class EngineProcess:
     def stop(self, status: int = 0) -> None:
         """End the loop, from any thread."""
         self._exit = status
-        self._wake_up()
+        self._sockets.wake()
 
-    def _wake_up(self) -> None:
-        """From any thread."""
-        with contextlib.suppress(OSError):  # it has ended, or will look around in any case
-            self._wake.send(b".")
+    def _go_on(self, awake: Awake) -> None:
+        """As the engine that has slept would."""
+        self._front_ends.update(awake.front_ends)
+        asleep = tuple(tag for tag in awake.kept.asleep if tag not in awake.tags)
+        self._controls.restore(msgspec.structs.replace(awake.kept, asleep=asleep))
+        now = time.monotonic()
+        for front_end, asked, _, until in awake.waiting:
+            left = None if until is None else max(MOMENT_SECONDS, until - now)
+            self._generate(
+                front_end, msgspec.structs.replace(asked, timeout=left, acknowledge=False)
+            )
+        awake.answer({"is_sleeping": self._engine.is_sleeping})
 
     def _failed(self, error: BaseException) -> None:
         if self._exit is None:
@@ -143,32 +146,11 @@ class EngineProcess:
     def _close(self) -> None:
         self._controls.close()
         self._grammars.close()
-        self._commands.close()
+        self._sockets.hang_up()
         self._engine.close()  # front ends learn of it
-        self._outputs.close()
-        self._wakes.close()
-        self._wake.close()
-        self._context.term()
+        self._sockets.close()
 
     # --- messages -----------------------------------------------------------------------------
-
-    def _receive(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._wakes.recv(MESSAGES_AT_ONCE)
-        for _ in range(MESSAGES_AT_ONCE):
-            try:
-                identity, *frames = self._commands.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            secret = self._endpoint.secret
-            if len(frames) != 1 or not hmac.compare_digest(identity[: len(secret)], secret):
-                continue
-            try:
-                message = TO_ENGINE.decode(frames[0])
-            except ValueError as error:
-                logger.warning("a message was not understood: %s", error)
-                continue
-            self._take(identity, message)
 
     def _take(self, identity: bytes, message: ToEngine) -> None:
         front_end = self._front_ends.get(identity)
@@ -186,6 +168,7 @@ class EngineProcess:
                 if not self._grammars.abort(front_end, message.request_id):
                     self._requests.abort(front_end, message.request_id)
             case Hello():
+                self._outputs.send(identity, self._snapshot())  # it is there when that is ready
                 self._outputs.send(identity, self._info())
             case Bye():
                 self._drop(front_end)
@@ -298,9 +281,7 @@ class EngineProcess:
         return Snapshot(time.time(), counters, gauges, self._stalls.stalled)
 
 
-def build_engine(
-    launch: Launch, parent: Parent[FromSupervisor]
-) -> DynamicInferenceEngine:
+def build_engine(launch: Launch, parent: Parent[FromSupervisor]) -> DynamicInferenceEngine:
     """The engine that is asked for; ``parent`` is told what is done for it."""
 
     def progress(each: Iterable[int], count: int) -> Iterator[int]:
@@ -320,12 +301,30 @@ def main(arguments: Sequence[str]) -> int:
     assert isinstance(launch, Launch)
     form = "%(asctime)s %(levelname)s engine %(name)s: %(message)s"
     logging.basicConfig(level=launch.log_level, format=form)
-    with parent.starting():
-        engine = build_engine(launch, parent)
+    ends: list[Callable[[], None]] = []
+    parent.watch(lambda _: ends[-1]() if ends else os._exit(0))
+    sockets, awake = None, None
+    if launch.kept is not None and launch.kept.asleep:
+        sockets = Sockets(launch.endpoint)
+        sleeping = SleepingEngine(launch, parent, sockets, lambda: build_engine(launch, parent))
+        ends.append(sleeping.stop)
+        awake = sleeping.run()
+        if awake is None:
+            return 0
+        engine = awake.engine
+    else:
+        with parent.starting():
+            engine = build_engine(launch, parent)
     gc.collect()
     gc.freeze()  # the model's objects are not looked at again
-    return EngineProcess(engine, launch, parent).run()
+    process = EngineProcess(engine, launch, parent, sockets=sockets)
+    ends.append(process.stop)
+    if awake is not None and sleeping.is_over:  # it was told so before it had an end of its own
+        process.stop()
+    return process.run(awake)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    ended_with = main(sys.argv[1:])
+    standard_error.drain()
+    os._exit(ended_with)  # libraries would say what they have not freed, and wait for threads

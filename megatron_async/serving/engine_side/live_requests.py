@@ -309,17 +309,25 @@ class LiveRequests:
 
     # --- in both ------------------------------------------------------------------------------
 
-    def wait_until_empty(self, timeout: float | None) -> bool:
-        """Block until no request is left; False when ``timeout`` seconds were not enough.
+    def wait_until_empty(
+        self, timeout: float | None, given_up: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Block until no request is left; False when ``timeout`` seconds were not enough, or when
+        it is given up, which :meth:`wake_waiters` has all waiters ask.
 
         Raises:
             EngineStoppedError: the engine has stopped before.
         """
         with self._emptied:
-            is_over = self._emptied.wait_for(lambda: not self._routes or self._failure, timeout)
+            self._emptied.wait_for(lambda: not self._routes or self._failure or given_up(), timeout)
             if self._routes and self._failure is not None:
                 raise EngineStoppedError(*self._failure.args)
-        return bool(is_over)
+            return not self._routes
+
+    def wake_waiters(self) -> None:
+        """Something that they look at has changed."""
+        with self._emptied:
+            self._emptied.notify_all()
 
     def _refuse(
         self, front_end: ConnectedFrontEnd, request_id: int, kind: str, message: str

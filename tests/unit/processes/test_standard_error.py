@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import sys
@@ -26,7 +25,7 @@ class Pipe:
 
     def read(self) -> Iterator[str]:
         """The lines that come."""
-        return iter(io.open(self.reads, encoding="utf-8", closefd=False))
+        return iter(open(self.reads, encoding="utf-8", closefd=False))
 
 
 def test_lines_come_whole_and_in_order() -> None:
