@@ -16,7 +16,8 @@ from collections.abc import Iterable
 
 import psutil
 
-from megatron_async.processes.lifeline import environment_of_child
+from megatron_async.processes import stop_signals
+from megatron_async.processes.lifeline import environment_of_child, leave_signals_to_parent
 
 KEEP = "keep"
 EXIT_SECONDS = 10.0
@@ -26,12 +27,13 @@ class Aftermath:
     """The parent's end."""
 
     def __init__(self, folder: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, folder],
-            stdin=subprocess.PIPE,
-            text=True,
-            env=environment_of_child({}),
-        )
+        with stop_signals.held():
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, folder],
+                stdin=subprocess.PIPE,
+                text=True,
+                env=environment_of_child({}),
+            )
 
     def add(self, processes: Iterable[psutil.Process]) -> None:
         """To be killed with all that they have started."""
@@ -56,8 +58,8 @@ class Aftermath:
 
 def main(folder: str) -> None:
     """Wait for the end of the parent."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    leave_signals_to_parent()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     said = sys.stdin.read().splitlines()
     found: list[psutil.Process] = []
     for line in said:

@@ -1,8 +1,8 @@
-"""``python -m tests.support.fake_server TIMEOUT [stuck|dies|stays|logs]``: the HTTP server by itself,
-in a process whose engine is a script and imports no torch. The first line of its output is its URL.
-``stuck`` generates nothing after the first output. With ``dies`` and ``stays`` the engine is given
-up as soon as a request has begun, and with ``stays`` the server goes on. ``logs`` has a line on
-stderr for each request."""
+"""``python -m tests.support.fake_server TIMEOUT [stuck|dies|stays|logs]``: the HTTP server by
+itself, in a process whose engine is a script and imports no torch. The first line of its output is
+its URL. ``stuck`` generates nothing after the first output. With ``dies`` and ``stays`` the engine
+is given up as soon as a request has begun, and with ``stays`` the server goes on. ``logs`` has a
+line on stderr for each request."""
 
 from __future__ import annotations
 

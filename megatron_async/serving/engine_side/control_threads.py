@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -36,10 +37,12 @@ class Call:
     """A control in progress.
 
     Attributes:
+        order: of its arrival among all controls.
         wake: set when it is cancelled, so that what waits ends; a control may set it too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, order: int) -> None:
+        self.order = order
         self.is_cancelled = False
         self.wake = threading.Event()
 
@@ -61,6 +64,7 @@ class ControlThreads:
         self._calls: dict[tuple[ConnectedFrontEnd, int], Call] = {}
         self._places = {True: threading.Semaphore(MOST), False: threading.Semaphore(MOST)}
         """By whether a control is one of :data:`AT_ONCE`."""
+        self._orders = itertools.count(1)
         self._own = threading.local()
         self._ended = threading.Condition()
 
@@ -78,7 +82,7 @@ class ControlThreads:
             say(Answer(control.number, error=said, kind="busy"))
             return
         key = front_end, control.number
-        call = self._calls[key] = Call()
+        call = self._calls[key] = Call(next(self._orders))
 
         def run() -> None:
             self._own.call = call

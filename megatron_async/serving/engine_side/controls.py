@@ -63,7 +63,8 @@ class Controls:
         )
         self._switching = threading.Lock()
         """Held by who stops the engine or has it go on."""
-        self._resumes = 0
+        self._resumed = 0
+        """The order of the last control that had the engine go on: earlier ones stop it no more."""
         self._is_drained = False
         self._making_way: set[Call] = set()
         """Those that let no request in while they wait for the others."""
@@ -151,9 +152,11 @@ class Controls:
         """Go on after ``suspend``, ``pause`` and ``drain``. Those that wait to stop the engine give
         up."""
         self._engine.sleep_mode.check_awake()
-        self._resumes += 1
+        self._resumed = self._threads.current.order
         self._is_drained = False
-        self._making_way.clear()
+        for call in list(self._making_way):
+            if call.order < self._resumed:
+                self._making_way.discard(call)
         self._refuse()
         self._requests.wake_waiters()
         with self._switching:
@@ -174,8 +177,9 @@ class Controls:
     def weights(self, path: str, recompute_kv_cache: bool = True) -> dict[str, Any]:
         """Replace the weights between two steps by those of a model directory or file."""
         with self._only_update():
-            is_whole = replaces_all(self._engine.model.weights_owner, path)
             self._engine.update_weights(path, recompute_kv_cache=recompute_kv_cache)
+            # The file has been accepted, so its header is no larger than it may be.
+            is_whole = replaces_all(self._engine.model.weights_owner, path)
             paths = (*(each for each in self._kept.weights if each != path), path)
             if is_whole:
                 paths = (path,)
@@ -301,14 +305,14 @@ class Controls:
             raise RequestError(
                 "the engine is paused, so that no request ends; resume it, or give mode=abort"
             )
-        call, resumes = self._threads.current, self._resumes
+        call = self._threads.current
         try:
             if mode != "keep":
                 self._making_way.add(call)
                 self._refuse()
                 self._finish(timeout if mode == "wait" else 0.0, "abort")
             with self._switching:
-                if resumes != self._resumes:
+                if call.order < self._resumed:
                     raise BusyError(RESUMED)
                 yield
         finally:
@@ -350,7 +354,7 @@ class Controls:
         makes_way = call in self._making_way
 
         def is_over() -> bool:
-            return call.is_cancelled or (makes_way and call not in self._making_way)
+            return call.is_cancelled or (makes_way and call.order < self._resumed)
 
         is_empty = self._requests.wait_until_empty(timeout, is_over)
         if is_over():

@@ -16,9 +16,9 @@ Each front end has its own connection to the engine process, with an identity of
 ids are a front end's own; the engine process counts sequences, holds ``--max-queue`` and carries
 out ``/pause`` and its like for all. So any front end may be asked anything.
 
-A front end that dies, or whose event loop stands still, is started again, each of them at most ``max_restarts`` times in ten minutes;
-after that the server ends with status 1. Its connections break, and the engine process aborts its
-requests within a second. The others go on.
+A front end that dies, or whose event loop stands still, is started again, each of them at most
+``max_restarts`` times in ten minutes; after that the server ends with status 1. Its connections
+break, and the engine process aborts its requests within a second. The others go on.
 
 Counters and histograms of all front ends are in files, by prometheus_client's multiprocess mode,
 and each ``/metrics`` shows their sums. The engine's own come from its snapshot, once.

@@ -14,8 +14,14 @@ import pytest
 import zmq
 
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.errors import EngineDeadError, EngineGivenUpError, EngineStoppedError
+from megatron_async.errors import (
+    BusyError,
+    EngineDeadError,
+    EngineGivenUpError,
+    EngineStoppedError,
+)
 from megatron_async.serving import supervisor
+from megatron_async.serving.engine_side.control_threads import MOST
 from megatron_async.serving.engine_side.live_requests import ConnectedFrontEnd, LiveRequests, Route
 from megatron_async.serving.engine_side.output_socket import OutputSocket
 from megatron_async.serving.front_end import engine_client, engine_link
@@ -432,6 +438,68 @@ def test_controls_that_wait_do_not_hold_up_what_ends_their_wait(
                 (output,) = await asked
                 assert len(output.token_ids) == 5
                 await asyncio.gather(*waits)
+
+    run(test())
+
+
+def test_resume_ends_the_waits_of_those_that_would_stop_the_engine(
+    engine: DynamicInferenceEngine,
+) -> None:
+    """And no control waits for a thread behind theirs."""
+
+    async def test() -> None:
+        with engine_in_thread(engine) as endpoint:
+            async with client_of(endpoint) as client:
+                await control(client, "suspend")  # so that the request does not end
+                asked = asyncio.create_task(generated(client))
+                await asyncio.sleep(0)
+                stops = [
+                    asyncio.create_task(control(client, "pause", mode="wait", timeout=1e5))
+                    for _ in range(40)
+                ]
+                await control(client, "reset_prefix_cache")
+                await control(client, "resume")
+                ends = await asyncio.gather(*stops, return_exceptions=True)
+                assert all("was resumed" in str(end) for end in ends)
+                assert {type(end) for end in ends} == {BusyError}
+                (output,) = await asked
+                assert len(output.token_ids) == 5
+                assert await control(client, "state") == {"is_sleeping": False, "is_paused": False}
+                await generated(client)
+
+    run(test())
+
+
+def test_metrics_are_there_as_soon_as_the_engine_is(engine: DynamicInferenceEngine) -> None:
+    async def test() -> None:
+        with engine_in_thread(engine) as endpoint:
+            client = EngineClient(endpoint)
+            seen: list[bool] = []
+            ready = asyncio.create_task(client.changes.until(lambda: client.state == "ready"))
+            ready.add_done_callback(lambda _: seen.append(client.snapshot is not None))
+            await client.connect()
+            await ready
+            await client.aclose()
+            assert seen == [True]
+
+    run(test())
+
+
+def test_more_controls_than_may_wait_are_refused(engine: DynamicInferenceEngine) -> None:
+    async def test() -> None:
+        with engine_in_thread(engine) as endpoint:
+            async with client_of(endpoint) as client:
+                await control(client, "suspend")
+                asked = asyncio.create_task(generated(client))
+                await asyncio.sleep(0)
+                waits = [
+                    asyncio.create_task(control(client, "drain", timeout=1e5)) for _ in range(MOST)
+                ]
+                await asyncio.sleep(0)
+                with pytest.raises(BusyError, match=f"{MOST} controls wait already"):
+                    await control(client, "check_idle")
+                await control(client, "resume")
+                await asyncio.gather(asked, *waits)
 
     run(test())
 
