@@ -83,8 +83,8 @@ def _unicode(path: _Path, text: str) -> str:
 
 
 def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Own copies without their None values; arguments of tool calls are JSON text, as they came if
-    they came as text.
+    """Own copies without None values and empty lists of calls; arguments of tool calls are JSON
+    text, as they came if they came as text.
 
     Raises:
         RequestError: names the message and field.
@@ -97,30 +97,45 @@ def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 
 
 def fitted_messages(
-    messages: list[dict[str, Any]], wants: Wants, *, knows_developer: bool
+    messages: list[dict[str, Any]], wants: Wants, *, knows_developer: bool, silent: str | None
 ) -> list[dict[str, Any]]:
     """The same messages in the form that a template takes.
 
     Args:
-        wants: where it takes no parts, their texts are joined by newlines; where it takes no
-            texts, each becomes a part; where it tests for None, calls without a text have None.
-            Arguments become objects unless it takes text.
+        wants: where it takes no parts, their texts are joined by newlines, and those of a tool's
+            result wherever it takes texts; where it takes no texts, each becomes a part.
+            Arguments become objects unless it takes text. Longer ids of calls keep their end.
         knows_developer: else developers' messages are the system's.
+        silent: what a message without content has, and calls with an empty one if it is None.
     """
     for message in messages:
-        content = message.get("content")
-        if isinstance(content, list) and not wants.parts:
-            message["content"] = "\n".join(part["text"] for part in content)
-        elif isinstance(content, str) and not wants.text:
-            message["content"] = [{"type": "text", "text": content}]
-        if wants.none and (content is None or (not content and message.get("tool_calls"))):
-            message["content"] = None
-        if not wants.arguments_text:
-            for call in message.get("tool_calls", ()):
+        _fit_content(message, wants, silent)
+        for call in message.get("tool_calls", ()):
+            if not wants.arguments_text:
                 call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+            _fit_id(call, "id", wants.id_length)
+        _fit_id(message, "tool_call_id", wants.id_length)
         if message["role"] == "developer" and not knows_developer:
             message["role"] = "system"
     return messages
+
+
+def _fit_content(message: dict[str, Any], wants: Wants, silent: str | None) -> None:
+    content = message.get("content")
+    if content is None or (silent is None and not content and "tool_calls" in message):
+        message["content"] = silent if wants.text or silent is None else []
+    elif isinstance(content, list):
+        if not wants.parts or (wants.text and message["role"] == "tool"):
+            message["content"] = "\n".join(part["text"] for part in content)
+    elif not wants.text:
+        message["content"] = [{"type": "text", "text": content}]
+
+
+def _fit_id(holder: dict[str, Any], name: str, length: int | None) -> None:
+    """Cut an id, as vLLM does: this server's are longer than some templates take."""
+    text = holder.get(name)
+    if length and isinstance(text, str):
+        holder[name] = text[-length:]
 
 
 def _checked(name: str, message: Any) -> dict[str, Any]:
@@ -141,6 +156,8 @@ def _checked(name: str, message: Any) -> dict[str, Any]:
             raise RequestError(f"{name}.tool_calls={shown(calls)} must be a list")
         for n, call in enumerate(calls):
             _check_call(f"{name}.tool_calls[{n}]", call)
+        if not calls:  # templates ask whether there is a list
+            del made["tool_calls"]
     return _with_reasoning(made)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -121,8 +123,8 @@ class ChatTemplates:
         calls may be JSON text or objects; templates get objects, unless they join texts of them.
 
         Args:
-            messages: in OpenAI's form; None values are left out, but for content where the
-                template tests for None.
+            messages: in OpenAI's form; None values are left out. A message without content gets
+                None if the template tests for None and can be rendered with it, else "".
             tools: functions in OpenAI's form; none at all is None.
             template: name of one of several.
             add_generation_prompt: open the assistant's next message. None does, unless the final
@@ -142,27 +144,30 @@ class ChatTemplates:
                 "add_generation_prompt and continue_final_message contradict each other; leave one "
                 "of them out"
             )
-        made = fitted_messages(
-            checked_messages(messages),
-            chosen.wants,
-            knows_developer="developer" in chosen.source,
-        )
         variables: dict[str, Any] = {
-            "messages": made,
             "tools": _objects("tools", tools),
             "documents": _objects("documents", documents),
             "add_generation_prompt": add_generation_prompt,
         }
+        checked = checked_messages(messages)
         more = plain("chat_template_kwargs", chat_template_kwargs or {})
         if not isinstance(more, dict) or not all(isinstance(name, str) for name in more):
             raise RequestError(f"chat_template_kwargs={shown(more)} must be an object")
-        for name in ("chat_template", "continue_final_message", *variables):
+        for name in ("chat_template", "continue_final_message", "messages", *variables):
             if name in more:
                 raise RequestError(f"chat_template_kwargs.{name}: it is a field of the request")
         variables = self._special_tokens | more | variables
-        if continue_final_message:
-            return _continued(chosen, made, variables)
-        return chosen.render(variables)
+        if continue_final_message and checked[-1].get("content") in (None, []):
+            raise RequestError(
+                f"messages[{len(checked) - 1}]: continue_final_message needs a final message with "
+                "text"
+            )
+        render = _continued if continue_final_message else _rendered
+        if chosen.wants.none and any(not message.get("content") for message in checked):
+            # A template may ask for None in one place, and fail on it in another.
+            with contextlib.suppress(RequestError):
+                return render(chosen, _fitted(copy.deepcopy(checked), chosen, None), variables)
+        return render(chosen, _fitted(checked, chosen, ""), variables)
 
     def encode_chat(
         self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any
@@ -192,21 +197,32 @@ def make_worker(**given: Any) -> Callable[..., str]:
     return ChatTemplates(**given).render_chat
 
 
+def _fitted(
+    messages: list[dict[str, Any]], template: SandboxedTemplate, silent: str | None
+) -> list[dict[str, Any]]:
+    knows = "developer" in template.source
+    return fitted_messages(messages, template.wants, knows_developer=knows, silent=silent)
+
+
+def _rendered(
+    template: SandboxedTemplate, messages: list[dict[str, Any]], variables: dict[str, Any]
+) -> str:
+    return template.render({**variables, "messages": messages})
+
+
 def _continued(
     template: SandboxedTemplate, messages: list[dict[str, Any]], variables: dict[str, Any]
 ) -> str:
     """The chat up to the end of its final message's text."""
     where = f"messages[{len(messages) - 1}]"
-    content = messages[-1].get("content")
+    content = messages[-1]["content"]
     holder, key = messages[-1], "content"
-    if isinstance(content, list) and content:
+    if isinstance(content, list):
         holder, key = content[-1], "text"
-    text = holder.get(key)
-    if not isinstance(text, str):
-        raise RequestError(f"{where}: continue_final_message needs a final message with text")
+    text = holder[key]
     # Whatever follows the space is the template's: one that trims takes the space away too.
     holder[key] = f"{text}{_END} "
-    rendered = template.render(variables)
+    rendered = _rendered(template, messages, variables)
     before, found, after = rendered.rpartition(_END)
     if not found or text.strip() not in before:
         raise RequestError(

@@ -18,24 +18,27 @@ class Wants:
             parts alone.
         none: it tests whether content is None, and so must see None where there is no content.
         arguments_text: it joins the arguments of calls to texts, and so takes JSON text.
+        id_length: characters that an id of a call must have; None for any number.
     """
 
     parts: bool = False
     text: bool = True
     none: bool = False
     arguments_text: bool = False
+    id_length: int | None = None
 
 
 def wants_of(tree: nodes.Template) -> Wants:
     """What the template of ``tree`` reads; call it before the tree is rewritten."""
     content, arguments = _names_of(tree, "content"), _names_of(tree, "arguments")
-    parts = any(content.holds(loop.iter) for loop in tree.find_all(nodes.For))
+    parts = any(content.holds(loop.iter) for loop in tree.find_all(nodes.For) if _of_parts(loop))
     tests = {test.name for test in tree.find_all(nodes.Test)}
     return Wants(
         parts=parts,
         text=not parts or "string" in tests,
         none=_tests_for_none(tree, content),
         arguments_text=_joins(tree, arguments) and not _serializes(tree, arguments),
+        id_length=_id_length(tree),
     )
 
 
@@ -84,6 +87,32 @@ def _names_of(tree: nodes.Template, name: str) -> _FieldNames:
                 given = zip(arguments[call.node.name], call.args, strict=False)
                 found.names.update(name for name, value in given if found.holds(value))
     return found
+
+
+def _of_parts(loop: nodes.For) -> bool:
+    """The loop reads no functions: some templates take calls as the content of a message."""
+    return "function" not in {
+        *(each.attr for each in loop.find_all(nodes.Getattr)),
+        *(each.value for each in loop.find_all(nodes.Const)),
+    }
+
+
+def _id_length(tree: nodes.Template) -> int | None:
+    """What the template compares the length of a call's id with."""
+    ids = [_names_of(tree, name) for name in ("id", "tool_call_id")]
+    for compare in tree.find_all(nodes.Compare):
+        length, other = compare.expr, compare.ops[0].expr
+        if (
+            isinstance(length, nodes.Filter)
+            and length.name in ("length", "count")
+            and any(each.holds(length.node) for each in ids)
+            and isinstance(other, nodes.Const)
+            and isinstance(other.value, int)
+            and other.value > 0
+            and compare.ops[0].op in ("ne", "eq")
+        ):
+            return other.value
+    return None
 
 
 def _tests_for_none(tree: nodes.Template, content: _FieldNames) -> bool:

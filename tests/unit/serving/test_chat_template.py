@@ -211,10 +211,8 @@ def test_other_templates_get_joined_text() -> None:
 def test_arguments_of_calls_become_objects() -> None:
     function = {"name": "f", "arguments": '{"z": 1, "a": "<é>"}'}
     chat = [user("?"), assistant(None, tool_calls=[{"type": "function", "function": function}])]
-    shows = (
-        "{{ messages[1].tool_calls[0].function.arguments | tojson }}{{ 'content' in messages[1] }}"
-    )
-    assert templates(shows).render_chat(chat) == '{"z": 1, "a": "<é>"}False'
+    shows = "{{ messages[1].tool_calls[0].function.arguments | tojson }}"
+    assert templates(shows).render_chat(chat) == '{"z": 1, "a": "<é>"}'
     assert function["arguments"] == '{"z": 1, "a": "<é>"}'
 
 
