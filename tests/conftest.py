@@ -24,6 +24,8 @@ settings.register_profile(
 settings.register_profile("ci", settings.get_profile("own"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "own")
 
+TOKENIZERS = Path(__file__).parent / "tokenizers"
+
 if INTERPRETED:
     mend_interpreter()
 
@@ -52,6 +54,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run the tests that start Ray too, which take minutes",
     )
+    parser.addoption(
+        "--tokenizers",
+        action="store_true",
+        help="collect the tests of real tokenizers, which are fetched from registries",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -65,7 +72,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files that are not in a quick run are not imported either."""
+    """Files that are not in a run are not imported either."""
+    if collection_path == TOKENIZERS and not config.getoption("--tokenizers"):
+        return True
     is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
     return (
         True

@@ -88,6 +88,10 @@ class DetokenizeStream(ABC):
     def flush(self) -> str:
         """Text held back, with U+FFFD for incomplete bytes. The stream ends here."""
 
+    def held_characters(self) -> int:
+        """Whole characters that are held back: a later token may still change them."""
+        return 0
+
 
 class _ByteLevelStream(DetokenizeStream):
     def __init__(self, token_bytes: Mapping[int, bytes]) -> None:
@@ -167,6 +171,12 @@ class _WindowStream(DetokenizeStream):
             context, before = window, whole
         self._context, self._before, self._held = context, before, []
         return text
+
+    def held_characters(self) -> int:
+        if not self._held:
+            return 0
+        text = self._decode(self._context + self._held)[len(self._before) :]
+        return len(text.rstrip("\ufffd"))
 
     def _decode(self, ids: list[int]) -> str:
         text: str = guarded(self._tokenizer.decode, ids, skip_special_tokens=False)

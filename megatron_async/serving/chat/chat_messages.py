@@ -17,7 +17,6 @@ TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refu
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
-
 _PLAIN_KEY = re.compile("[A-Za-z0-9_]{1,64}")
 
 
@@ -102,8 +101,8 @@ def fitted_messages(
     """The same messages in the form that a template takes.
 
     Args:
-        wants: where it takes no parts, their texts are joined by newlines, and those of a tool's
-            result wherever it takes texts; where it takes no texts, each becomes a part.
+        wants: where it takes no parts, their texts are joined by newlines, and wherever it takes
+            texts for all but users; where it takes no texts, each becomes a part.
             Arguments become objects unless it takes text. Longer ids of calls keep their end.
         knows_developer: else developers' messages are the system's.
         silent: what a message without content has, and calls with an empty one if it is None.
@@ -125,7 +124,8 @@ def _fit_content(message: dict[str, Any], wants: Wants, silent: str | None) -> N
     if content is None or (silent is None and not content and "tool_calls" in message):
         message["content"] = silent if wants.text or silent is None else []
     elif isinstance(content, list):
-        if not wants.parts or (wants.text and message["role"] == "tool"):
+        if not wants.parts or (wants.text and message["role"] != "user"):
+            # Templates look into the parts of users, and show others' as Python shows a list.
             message["content"] = "\n".join(part["text"] for part in content)
     elif not wants.text:
         message["content"] = [{"type": "text", "text": content}]

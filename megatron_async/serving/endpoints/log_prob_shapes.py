@@ -82,7 +82,7 @@ class CompletionLogProbs:
         self._top = top
         self._as_ids = as_ids
         self._stream = tokenizer.stream_after(prompt, skip_special_tokens)
-        self._offset = 0
+        self._length = self._offset = 0
 
     def part(
         self, ids: Sequence[int], log_probs: Sequence[tuple[float, dict[int, float]] | None]
@@ -92,7 +92,9 @@ class CompletionLogProbs:
         offsets = []
         for token in ids:
             offsets.append(self._offset)
-            self._offset += len(self._stream.push(token))
+            self._length += len(self._stream.push(token))
+            # Characters whose last byte is yet to come may hide those before them.
+            self._offset = max(self._offset, self._length + self._stream.held_characters())
         tops: list[dict[str, float] | None] = []
         for token, known in zip(ids, log_probs, strict=True):
             if known is None:

@@ -50,14 +50,15 @@ def test_error_of_a_template_that_tests_for_none_is_its_own() -> None:
     assert error_of(refuses, [assistant(None, tool_calls=CALLS)]).endswith("never")
 
 
-def test_result_of_a_tool_is_text_where_a_template_takes_text() -> None:
+@pytest.mark.parametrize("role", ["system", "tool", "user", "assistant"])
+def test_parts_are_texts_where_a_template_takes_texts(role: str) -> None:
     source = (
-        "{% for m in messages %}{% if m.role == 'tool' %}({{ m.content }}){% elif m.content is "
-        "string %}{{ m.content }}{% else %}{% for part in m.content %}<{{ part.text }}>{% endfor %}"
-        "{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m.role != 'user' %}({{ m.content }})"
+        "{% elif m.content is string %}({{ m.content }}){% else %}"
+        "{% for part in m.content %}<{{ part.text }}>{% endfor %}{% endif %}{% endfor %}"
     )
-    chat = [user(PARTS), {"role": "tool", "content": PARTS}]
-    assert templates(source).render_chat(chat) == "<a><b>(a\nb)"
+    text = templates(source).render_chat([{"role": role, "content": PARTS}])
+    assert text == ("<a><b>" if role == "user" else "(a\nb)")
 
 
 def test_loop_over_calls_that_are_content_takes_no_parts() -> None:

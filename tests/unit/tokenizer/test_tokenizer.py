@@ -135,6 +135,25 @@ def test_no_token_is_left_out_where_two_have_one_name() -> None:
     assert part["tokens"] == ["x"] and top["x"] == -2.0
 
 
+@pytest.mark.parametrize(
+    ("ids", "offsets"),
+    [
+        ([257, 10, 10, 258], [0, 1, 2, 3]),  # "a", two line feeds that are bytes, " a"
+        ([257, 0xE6, 0x97, 0xA5, 257], [0, 1, 1, 1, 2]),
+        ([10, 0xC3, 0xA9, 257], [0, 1, 1, 2]),
+    ],
+)
+@pytest.mark.parametrize("together", [True, False])
+def test_offset_of_a_token_is_behind_the_bytes_before_it(
+    ids: list[int], offsets: list[int], together: bool
+) -> None:
+    tokenizer = WRAPPED["sentence_piece"]
+    shaper = CompletionLogProbs(tokenizer, TokenNames(tokenizer), 0)
+    parts = [ids] if together else [[token] for token in ids]
+    found = [offset for p in parts for offset in shaper.part(p, [None] * len(p))["text_offset"]]
+    assert found == offsets
+
+
 @given(text=st.text(max_size=40))
 @settings(max_examples=300, deadline=None)
 def test_byte_level_text_survives_and_characters_arrive_whole(text: str) -> None:
