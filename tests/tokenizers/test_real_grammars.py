@@ -46,7 +46,7 @@ TREE = {
 }
 ANY_OF = {"anyOf": [{"type": "string", "maxLength": 9}, {"const": 7}, {"type": "null"}]}
 SCHEMAS = {"person": PERSON, "tree": TREE, "any of": ANY_OF}
-REGEX = r"[a-zé]{2,5}( \d+|[日本😀]{1,3})\n?"
+REGEX = r"[a-zé]{2,5}( [0-9]+|[日本😀]{1,3})\n?"
 
 
 @pytest.fixture(scope="module")
