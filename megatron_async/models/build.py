@@ -209,7 +209,7 @@ def _bytes_of_share(config: ModelConfig, megatron_config: TransformerConfig) -> 
     experts = config.num_moe_experts
     if experts is not None:
         experts //= megatron_config.expert_model_parallel_size
-    parts = megatron_config.tensor_model_parallel_size
+    parts: int = megatron_config.tensor_model_parallel_size
     parts *= megatron_config.pipeline_model_parallel_size
     return weight_bytes(config, itemsize, experts) // parts
 

@@ -153,7 +153,9 @@ def prompt_log_probs(names: TokenNames, job: Job, top: int) -> list[dict[str, An
     known = zip(job.prompt[1:], job.prompt_log_probs or (), job.prompt_ranks, strict=True)
     for token, (own, others), rank in known:
         ranked = list(enumerate(others.items(), start=1))[:top]
-        each = {other: (place, of) for place, (other, of) in ranked}
+        each: dict[int, tuple[int | None, float]] = {
+            other: (place, of) for place, (other, of) in ranked
+        }
         each[token] = (rank or None, own)
         shown.append(
             {
