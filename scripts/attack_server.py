@@ -270,7 +270,7 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
 
 
 def many(field: str, count: int) -> str:
-    """The JSON of a request with so many messages."""
+    """The JSON of a request with ``count`` messages."""
     return f'{{"{field}":[{",".join([ITEM] * count)}]}}'
 
 

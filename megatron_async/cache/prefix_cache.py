@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_async.cache.block_allocator import BlockAllocator
-from megatron_async.cache.cache_salt import salted_root
 from megatron_async.cache.event_log import EventLog
 from megatron_async.cache.state_snapshots import StateSnapshots
 
@@ -15,13 +14,6 @@ LONG_ROOT = -1
 """That of sequences computed with the rotations of long requests."""
 
 Key = tuple[int, tuple[int, ...]]
-
-
-def root_of(salt: str | None, *, is_long: bool) -> int:
-    """The node before the first block of a sequence: those of different roots share nothing."""
-    if salt is not None:
-        return salted_root(salt, is_long=is_long)
-    return LONG_ROOT if is_long else ROOT
 
 
 class PrefixCache:

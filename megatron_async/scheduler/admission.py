@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from megatron_async.cache.prefix_cache import root_of
+from megatron_async.cache.cache_salt import salted_root
+from megatron_async.cache.prefix_cache import LONG_ROOT, ROOT
 from megatron_async.scheduler.events import Change, Event
 from megatron_async.scheduler.limits import Limits
 from megatron_async.scheduler.micro_batches import MicroBatches
@@ -156,7 +157,9 @@ class PromptPlanner:
         # logits give wanted log-probabilities.
         limit = min(len(sequence.tokens) - 1, sequence.prompt_log_probs)
         is_long = len(sequence.tokens) > (limits.rotation_limit or len(sequence.tokens))
-        root = root_of(sequence.cache_salt, is_long=is_long)
+        root = LONG_ROOT if is_long else ROOT
+        if sequence.cache_salt is not None:
+            root = salted_root(sequence.cache_salt, is_long=is_long)
         shared, node = table.prefixes.match(sequence.tokens, limit, root)
         if limits.state_snapshots is not None:
             sequence.branch = len(shared) * limits.block_size

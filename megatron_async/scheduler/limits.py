@@ -56,7 +56,7 @@ class Limits:
 
     @property
     def most_tokens(self) -> int:
-        """Of one request that has the cache for itself; its last token is never written."""
+        """Tokens of a request that has the cache for itself; its last one is never written."""
         return self.block_count * self.block_size + 1
 
     def window_of(self, drafts: int) -> int:

@@ -23,7 +23,7 @@ LOG_PROB_WORDS = 1 + 2 * MAX_TOP_LOG_PROBS
 """int32 words of a position in a record: the token's log-probability, the most likely tokens, and
 their log-probabilities; floats as their bits."""
 PROMPT_LOG_PROB_WORDS = LOG_PROB_WORDS + 1
-"""Of a position of a prompt: its token's rank besides."""
+"""A position of a prompt has its token's rank besides."""
 
 
 class Extras(NamedTuple):

@@ -164,7 +164,7 @@ def floor_ms(
     """Milliseconds in which memory could deliver a mean step's weights, keys and values once, and
     take recurrent states and give them back, at ``bandwidth`` bytes per second.
 
-    Of several ranks each reads its share, at the same time. With pipeline stages a step is a turn
+    Each of several ranks reads its share, at the same time. With pipeline stages a step is a turn
     of all micro-batches, each of which reads the weights of its stage.
 
     Args:
@@ -178,7 +178,7 @@ def floor_ms(
     load = batch_size, prompt_tokens + new_tokens / 2
     if experts is None:
         experts = expected_experts(config, batch_size // micro_batches * (1 + drafts))
-    # Of experts alone each rank has some; what is not an expert's is a share of tensor parallelism.
+    # Experts alone are spread further than tensor-parallel ranks.
     all_ranks = weight_bytes(config, itemsize, 0.0) / tensor
     of_experts = weight_bytes(config, itemsize, experts) - weight_bytes(config, itemsize, 0.0)
     weights = (all_ranks + of_experts / max(tensor, expert)) / pipeline

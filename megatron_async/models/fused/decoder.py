@@ -45,7 +45,6 @@ from megatron_async.models.fused.blocks.modules import (
 from megatron_async.models.fused.blocks.moe_block import ExpertKernels, MoeBlock, is_mixture
 from megatron_async.models.fused.blocks.rank_sums import RankSums
 from megatron_async.models.fused.blocks.residual import AllReduce, Norm, Step, Workspace
-from megatron_async.models.fused.blocks.stages import ReceivedBlock, SentBlock, Stages
 from megatron_async.models.fused.report import (
     ATTENTION,
     EMBEDDING,
@@ -54,6 +53,7 @@ from megatron_async.models.fused.report import (
     Block,
     DecodeCoverage,
 )
+from megatron_async.models.fused.stages import ReceivedBlock, SentBlock, Stages
 
 FusedBlock = (
     EmbeddingBlock | SharedEmbeddingBlock | ReceivedBlock

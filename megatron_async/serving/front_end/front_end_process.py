@@ -60,7 +60,7 @@ class EngineOfParent:
             self._beating.cancel()
 
     async def _beat(self) -> None:
-        """Of the event loop: one that stands still serves nobody."""
+        """Tell the supervisor that the event loop turns: one that stands still serves nobody."""
         while True:
             self._parent.beat()
             await asyncio.sleep(BEAT_SECONDS)

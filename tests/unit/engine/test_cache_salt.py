@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_async.cache.block_hash import block_hash, prefix_hashes
-from megatron_async.cache.cache_salt import salt_hash
+from megatron_async.cache.cache_salt import salt_hash, salted_root
 from megatron_async.cache.event_log import EventLog, Stored
-from megatron_async.cache.prefix_cache import LONG_ROOT, ROOT, root_of
+from megatron_async.cache.prefix_cache import LONG_ROOT, ROOT
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.recording import read_run
 from megatron_async.engine.replay import replay
@@ -101,7 +101,7 @@ def test_a_salt_comes_back_from_a_message() -> None:
 @given(st.text(), st.text())
 def test_roots_of_different_salts_and_lengths_are_different(one: str, other: str) -> None:
     salts = {one, other}
-    roots = {root_of(salt, is_long=is_long) for salt in salts for is_long in (False, True)}
+    roots = {salted_root(salt, is_long=is_long) for salt in salts for is_long in (False, True)}
     assert len(roots | {ROOT, LONG_ROOT}) == 2 * len(salts) + 2
 
 
