@@ -269,7 +269,7 @@ class InterpretedDevice(CpuDevice):
 @pytest.mark.parametrize("depth", (0, 2))
 def test_engine_on_interpreted_kernels_equals_the_oracle(depth: int) -> None:
     rng = random.Random(depth)
-    asks = [random_ask(rng, max_new=8) for _ in range(7)]
+    asks = [random_ask(rng, max_new=12) for _ in range(7)]
     with hash_engine(
         depth,
         device=InterpretedDevice(),
