@@ -108,8 +108,8 @@ def test_roots_of_different_salts_and_lengths_are_different(one: str, other: str
 def test_events_of_a_salt_begin_with_its_hash_and_those_of_long_requests_are_left_out() -> None:
     log = EventLog(ROOT)
     log.take()
-    log.stored(root_of("a", is_long=True), 1, (1, 2))
-    log.stored(root_of("a", is_long=False), 2, (1, 2))
+    log.stored(salted_root("a", is_long=True), 1, (1, 2))
+    log.stored(salted_root("a", is_long=False), 2, (1, 2))
     log.stored(2, 3, (3, 4))
     first, second = prefix_hashes([1, 2, 3, 4], 2, salt="a")
     assert first == block_hash(salt_hash("a"), (1, 2))
