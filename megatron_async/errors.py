@@ -15,6 +15,8 @@ def shown(value: object, most: int = MOST_SHOWN) -> str:
         text = " ".join(repr(value).splitlines())
     except ValueError:  # an integer of more digits than Python converts
         return "a number of too many digits"
+    except Exception:  # of its class's own
+        return f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= most else f"{text[:most]}..."
 
 

@@ -14,7 +14,7 @@ from megatron_async.checkpoint import Pretrained, describe_pretrained, load_pret
 from megatron_async.checkpoint.path import model_directory, random_shape
 from megatron_async.config.engine_config import EngineConfig, check_config
 from megatron_async.device import resolve_device
-from megatron_async.errors import CheckpointError, ConfigError
+from megatron_async.errors import CheckpointError, ConfigError, shown
 from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.models.network import Network
@@ -31,7 +31,7 @@ def load_model(path: str | Path, config: EngineConfig) -> ServedModel:
     """
     check_config(config)
     if not isinstance(path, str | os.PathLike):
-        raise CheckpointError(f"path={path!r} must be 'tiny' or the path of a model directory")
+        raise CheckpointError(f"path={shown(path)} must be 'tiny' or the path of a model directory")
     given = (path,) if config.draft_model is None else (path, config.draft_model)
     group = start_ranks(config, lambda: map(config_of, given))
     device = resolve_device(config.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,8 @@ from megatron_async.checkpoint.reading.finite import check_finite
 from megatron_async.checkpoint.reading.json_file import read_json
 from megatron_async.checkpoint.reading.regular_files import is_regular_file
 from megatron_async.checkpoint.reading.stored_size import check_stored_size
-from megatron_async.errors import CheckpointError, shown
+from megatron_async.device import parse_device
+from megatron_async.errors import CheckpointError, ConfigError, shown
 from megatron_async.models.description.config import ModelConfig
 from megatron_async.tokenizer.tokenizer import Tokenizer
 
@@ -195,15 +197,22 @@ def load_pretrained(
             own, or the one that Megatron-LM's training names, where it is there.
 
     Raises:
+        ConfigError: there is no such device, or it has less memory free than the weights take.
         CheckpointError: the directory is missing, corrupt, of an unknown format, asks for something
             that is not supported, or has a parameter with elements that are not finite in
             ``dtype``; the message names it.
     """
+    for name, value in (("path", path), ("tokenizer_model", tokenizer_model)):
+        is_path = isinstance(value, str | os.PathLike)
+        if not is_path and (name == "path" or value is not None):
+            raise CheckpointError(f"{name}={shown(value)} must be the path of a directory")
     if not isinstance(allow_non_finite_weights, bool):
         raise CheckpointError(
             f"allow_non_finite_weights={shown(allow_non_finite_weights)} must be True or False"
         )
-    device = torch.device(device)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"dtype={shown(dtype)} must be a torch.dtype")
+    device = parse_device(device)
     shape = random_shape(path)
     if shape is not None:
         made_up = load_tokenizer(path, tokenizer_model)

@@ -258,7 +258,8 @@ class EngineConfig:
                 f"prefill_chunk_tokens = {least}, so that a chunk fits beside the decoding rows"
             )
         state_dtype = self.recurrent_state_dtype
-        if state_dtype is not None and str(state_dtype) not in RECURRENT_STATE_DTYPES:
+        is_name = isinstance(state_dtype, str) and state_dtype in RECURRENT_STATE_DTYPES
+        if state_dtype is not None and not is_name:
             raise ConfigError(
                 f"recurrent_state_dtype={shown(state_dtype)} must be float32 or bfloat16"
             )

@@ -25,12 +25,7 @@ def resolve_device(name: str | None) -> torch.device:
 
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError):
-        device = None
-    if device is None or device.type not in TYPES:
-        raise ConfigError(f"device={name!r} is not known; use cpu, cuda or cuda:N")
+    device = parse_device(name)
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ConfigError(f"device={name!r} but PyTorch finds no GPU; use cpu")
@@ -43,6 +38,22 @@ def resolve_device(name: str | None) -> torch.device:
         torch.cuda.set_device(device)
         return device
     return torch.device("cpu")  # there is one, whatever its number
+
+
+def parse_device(name: object) -> torch.device:
+    """The device of a name, which may not be there; raises ConfigError for what is none."""
+    import torch
+
+    from megatron_async.errors import ConfigError, shown
+
+    said = f"device={shown(name)} is not known; use cpu, cuda or cuda:N"
+    try:
+        device = torch.device(name)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError, ValueError, OverflowError):
+        raise ConfigError(said) from None
+    if device.type not in TYPES:
+        raise ConfigError(said)
+    return device  # type: ignore[no-any-return]
 
 
 def open_device(torch_device: torch.device, config: EngineConfig, *, graphs: bool = True) -> Device:

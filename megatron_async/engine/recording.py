@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from typing import IO, Annotated, Any
 
 import msgspec
 
+from megatron_async.checkpoint.reading.json_file import one_line
 from megatron_async.codec import from_plain, to_plain
 from megatron_async.config.engine_config import EngineConfig
 from megatron_async.engine.commands import AddRequest, Command, from_json, to_json
@@ -153,10 +155,12 @@ def read_run(path: str | Path) -> Run:
     Raises:
         ConfigError: the file is missing, or is no recorded run.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"path={shown(path)} must be the path of a recorded run")
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{shown(str(path))}: cannot be read: {one_line(error)[:200]}") from None
     header, *entries = list(_entries(path, lines)) or [{}]
     if header.get("format") != FORMAT:
         raise ConfigError(f"{path}: not a recorded run of this version ({FORMAT})")

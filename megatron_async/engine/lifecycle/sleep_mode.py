@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from megatron_async.device.protocol import Device
 from megatron_async.device.releasable import Region
 from megatron_async.engine.stepping.loop import DecodeLoop
-from megatron_async.errors import CacheTooLargeError, ConfigError, RequestError
+from megatron_async.errors import CacheTooLargeError, ConfigError, RequestError, shown
 
 WEIGHTS = "weights"
 KV_CACHE = "kv_cache"
@@ -161,17 +161,20 @@ def tags_of(tags: Iterable[str] | None) -> frozenset[str]:
         tags = [tags]
     if tags is None:
         return frozenset(TAGS)
-    found: list[str] = list(tags) if isinstance(tags, Iterable) else [tags]
-    if any(tag not in TAGS for tag in found):
-        raise RequestError(f"tags={found} must be of {', '.join(TAGS)}")
+    try:
+        found = list(tags)
+    except TypeError:
+        found = [shown(tags)]
+    if not all(isinstance(tag, str) and tag in TAGS for tag in found):
+        raise RequestError(f"tags={shown(found)} must be of {', '.join(TAGS)}")
     return frozenset(found)
 
 
 def checked_level(level: int) -> int:
     """Raises RequestError for a level that there is not."""
-    if level not in LEVELS or isinstance(level, bool):
+    if type(level) is not int or level not in LEVELS:
         raise RequestError(
-            f"level={level!r} must be 1, weights are kept in the host's memory, or 2, they are "
-            "discarded"
+            f"level={shown(level)} must be 1, weights are kept in the host's memory, or 2, they "
+            "are discarded"
         )
     return level

@@ -15,10 +15,11 @@ from megatron_async.engine.api_style import OUR_STYLE, ApiStyle
 from megatron_async.engine.commands import AbortRequest, AddRequest, Command, CommandQueue
 from megatron_async.engine.requests.guidance import Guidance
 from megatron_async.engine.requests.output_processor import OutputProcessor
+from megatron_async.engine.requests.recorded_requests import MAX_NUMBER
 from megatron_async.engine.requests.request_validation import RequestValidator
 from megatron_async.engine.requests.siblings import Siblings, sibling_of
 from megatron_async.engine.step_lock import StepLock
-from megatron_async.errors import RequestError, RequestTooLongError
+from megatron_async.errors import RequestError, RequestTooLongError, shown
 from megatron_async.request.parameter_checks import as_integer
 from megatron_async.request.request import DynamicInferenceRequest, RequestFuture, TokenIds
 from megatron_async.sampling_params import CheckedParams, SamplingParams
@@ -268,7 +269,9 @@ def checked_id(request_id: object) -> int:
     """A request's id as an integer; raises :class:`RequestError`."""
     number = as_integer(request_id)
     if number is None:
-        raise RequestError(f"request_id={request_id!r} must be an integer")
+        raise RequestError(f"request_id={shown(request_id)} must be an integer")
+    if abs(number) > MAX_NUMBER:
+        raise RequestError(f"request_id={shown(number)} must fit into 64 bits")
     return number
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron_async.checkpoint.reading.json_file import one_line
 from megatron_async.engine.commands import AddRequest, Command, UpdateSamplingParams
 from megatron_async.engine.requests.guidance import Grammars
 from megatron_async.engine.requests.recorded_requests import check_recorded
@@ -108,7 +109,7 @@ class RequestValidator:
         number = as_integer(priority)
         most = INTEGERS["priority"].high or 0
         if number is None or abs(number) > most:
-            raise RequestError(f"priority={priority!r} must be an integer of at most {most:,}")
+            raise RequestError(f"priority={shown(priority)} must be an integer of at most {most:,}")
         text, tokens = self.tokens(prompt, params)
         max_new = self._max_new(len(tokens), params)
         self._check_fits(len(tokens) + max_new)
@@ -252,7 +253,7 @@ class RequestValidator:
                     f"prompt is a {prompt.dtype} tensor of shape {tuple(prompt.shape)}; "
                     "give a vector of integer token ids"
                 )
-            tokens = prompt.tolist()
+            tokens = _values_of(prompt)
         elif isinstance(prompt, (list, tuple)):
             tokens = list(prompt)
         else:
@@ -264,11 +265,13 @@ class RequestValidator:
         for index, token in enumerate(tokens):
             number = token if type(token) is int else as_integer(token)
             if number is None:
-                raise RequestError(f"the prompt holds {token!r}; every token id must be an integer")
+                raise RequestError(
+                    f"the prompt holds {shown(token)}; every token id must be an integer"
+                )
             tokens[index] = number
             if not 0 <= number < self._vocab_size:
                 raise RequestError(
-                    f"the prompt holds token id {token}; the model's ids are "
+                    f"the prompt holds token id {shown(number)}; the model's ids are "
                     f"0 .. {self._vocab_size - 1}"
                 )
         return text, tokens
@@ -336,6 +339,15 @@ class RequestValidator:
                 f"the cache has {self._limits.block_count}; raise buffer_size_gb or block_count, "
                 "or generate fewer tokens"
             )
+
+
+def _values_of(prompt: torch.Tensor) -> list[int]:
+    """The elements of a vector of integers."""
+    try:
+        values: list[int] = prompt.tolist()
+    except (RuntimeError, NotImplementedError, TypeError) as error:  # a meta tensor, a sparse one
+        raise RequestError(f"prompt is a tensor without values: {one_line(error)}") from None
+    return values
 
 
 def _seed_in(values: Values) -> int:

@@ -302,7 +302,10 @@ def prompts_with_params(
             f"prompts is a {type(prompts).__name__}; give a list of prompts, each a text or a "
             "list of token ids"
         )
-    listed = list(prompts)
+    try:
+        listed = list(prompts)
+    except TypeError as error:  # a tensor or an array without dimensions
+        raise RequestError(f"prompts cannot be listed: {error}; give a list of prompts") from None
     each = list(params) if isinstance(params, Sequence) else [params] * len(listed)
     if len(each) != len(listed):
         raise RequestError(

@@ -128,7 +128,7 @@ class ControlThreads:
 
 def answer_of(control: Control, error: Exception) -> Answer:
     """What a control is answered that has met an error."""
-    kind = _kind_of(error)
+    kind = kind_of(error)
     if kind == "internal":
         logger.error("%s failed", control.name, exc_info=error)
     known = isinstance(error, MegatronAsyncError)
@@ -136,7 +136,7 @@ def answer_of(control: Control, error: Exception) -> Answer:
     return Answer(control.number, error=said, kind=kind)
 
 
-def _kind_of(error: Exception) -> str:
+def kind_of(error: Exception) -> str:
     """Return the kind of an :class:`~megatron_async.serving.messages.Answer`."""
     if isinstance(error, BusyError):
         return "busy"
