@@ -90,11 +90,12 @@ class EngineConfig:
         max_tokens: most tokens of one forward; None gives room for four chunks next to full decode
             rows. It never has more than ``max_requests`` chunks.
         max_sequence_length: most tokens of a request, prompt and generation; None takes the
-            model's.
+            model's, at most 2**20, as far as the cache and a draft model have room.
         block_size_tokens: tokens of a KV-cache block.
         buffer_size_gb: size of the KV cache in GiB. Give this or ``block_count``; with neither,
             the cache holds ``max_requests`` full sequences, at most 1 GiB on a CPU and 16 GiB on
-            a GPU, and never less than one full sequence.
+            a GPU, or one full sequence if that is more; and at most three quarters of what is
+            free, if ``max_sequence_length`` is not given.
         block_count: usable blocks of the KV cache.
         paused_buffer_size_gb: GiB of it that requests may keep which wait for a block; those of
             the highest priority keys beyond that are evicted. None lets them keep what they have.

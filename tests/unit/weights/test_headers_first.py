@@ -21,7 +21,7 @@ from megatron_async.errors import (
     RequestError,
 )
 from megatron_async.models import build
-from megatron_async.serving.engine_side import controls
+from megatron_async.serving.engine_side.control_threads import kind_of
 from megatron_async.weights.header import LEAST_BYTES, most_header_bytes
 from megatron_async.weights.place import read_weights
 from tests.unit.checkpoint.test_checkpoint_security import CONFIG
@@ -166,4 +166,4 @@ def test_a_directory_gives_its_weights_without_its_tokenizer(served: Any, tmp_pa
     ),
 )
 def test_a_death_is_not_the_clients_mistake(error: Exception, kind: str) -> None:
-    assert controls.kind_of(error) == kind
+    assert kind_of(error) == kind
