@@ -205,7 +205,7 @@ def build_model(
 
 def _bytes_of_share(config: ModelConfig, megatron_config: TransformerConfig) -> int:
     """The fewest bytes that a rank's share of the weights takes: some are on each rank."""
-    itemsize = megatron_config.params_dtype.itemsize
+    itemsize: int = megatron_config.params_dtype.itemsize
     experts = config.num_moe_experts
     if experts is not None:
         experts //= megatron_config.expert_model_parallel_size
