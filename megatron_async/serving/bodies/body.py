@@ -60,7 +60,7 @@ def at_most(most: int) -> BeforeValidator:
     def check(value: Any) -> Any:
         if isinstance(value, (list, dict)) and len(value) > most:
             raise PydanticCustomError(
-                "too_long", f"it has {len(value):,} entries of at most {most:,}"
+                "too_many_entries", f"it has {len(value):,} entries of at most {most:,}"
             )
         return value
 

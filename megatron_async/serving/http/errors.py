@@ -166,8 +166,48 @@ def _validation_error(error: RequestValidationError) -> ApiError:
         said = "the body must be a JSON object, sent with Content-Type: application/json"
         return ApiError(400, said)
     # A union has an error for each of its types.
-    of_param = [each["msg"] for each in error.errors() if _path(each["loc"][1:]) == param]
-    return ApiError(400, f"{param}: {', or '.join(dict.fromkeys(of_param))}", param=param)
+    of_param = [each for each in error.errors() if _path(each["loc"][1:]) == param]
+    return ApiError(400, f"{param}: {_said(of_param)}", param=param)
+
+
+_KINDS = {
+    "string_type": "a text",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "literal_error": "{expected}",
+    "greater_than_equal": "at least {ge}",
+    "less_than_equal": "at most {le}",
+    "greater_than": "above {gt}",
+}
+_OTHERS = {
+    "missing": "it is missing",
+    "string_too_short": "it is empty",
+    "too_short": "it has fewer than {min_length} entries",
+    "too_long": "it has more than {max_length} entries",
+    "finite_number": "it is no finite number",
+}
+
+
+def _said(errors: Sequence[Mapping[str, Any]]) -> str:
+    """What a value must be instead, and what else is wrong with it."""
+    kinds, others = [], []
+    for error in errors:
+        context = error.get("ctx") or {}
+        if error["type"] in _KINDS:
+            kinds.append(_KINDS[error["type"]].format(**context))
+        elif error["type"] in _OTHERS:
+            others.append(_OTHERS[error["type"]].format(**context))
+        else:
+            others.append(error["msg"].replace("Input should be", "it must be"))
+    if kinds:
+        others.insert(0, f"it must be {' or '.join(dict.fromkeys(kinds))}")
+    return ", or ".join(dict.fromkeys(others))
 
 
 def _methods_of(app: FastAPI, request: Request) -> list[str]:
