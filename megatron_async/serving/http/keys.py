@@ -60,8 +60,7 @@ class Keys:
 
     def number(self, headers: Headers) -> int | None:
         """Which of all keys, those of clients first, a request has; None without a known one."""
-        found = [*self._compared(headers, self._clients)]
-        found += self._compared(headers, self._administrators)
+        found = self._compared(headers, (*self._clients, *self._administrators))
         return found.index(True) if True in found else None
 
     def holder(self, headers: Headers) -> Access:
