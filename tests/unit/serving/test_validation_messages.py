@@ -22,7 +22,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/completions", {"prompt": "a", "stop": 3}, "stop: it must be a text or a list"),
     ("/v1/completions", {"prompt": "a", "stream": "yes"}, "stream: it must be true or false"),
     ("/v1/completions", {}, "prompt: it is missing"),
-    ("/v1/completions", {"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids[0]: it must be at"),
+    ("/v1/completions", {"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids[0]: it must be"),
     ("/v1/chat/completions", {"messages": 3}, "messages: it must be a list"),
     ("/v1/chat/completions", {"messages": [3]}, "messages[0]: it must be an object"),
     ("/v1/chat/completions", {"messages": [], "response_format": {"type": "xml"}},
