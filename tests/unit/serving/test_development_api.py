@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -279,7 +280,7 @@ def test_weights_of_a_trainer_do_not_survive_their_process(directory: Path) -> N
 
     config = config_at(1, dtype="float32", max_requests=1, max_sequence_length=64, block_count=4)
     with DynamicInferenceEngine.from_pretrained(directory, config) as engine:
-        requests: Any = None
+        requests: Any = SimpleNamespace(wake_waiters=lambda: None)
         controls = Controls(engine, requests)
         controls.restore(Kept(weights=(SENT,), weight_version=1))
         assert controls.lost is not None and "are lost" in controls.lost

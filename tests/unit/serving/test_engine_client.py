@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import stat
 import tempfile
 from collections.abc import AsyncIterator
@@ -182,7 +183,7 @@ def test_a_restart_makes_its_socket_directory_again() -> None:
     directory.chmod(0o755)
     with pytest.raises(ConfigError, match="this user alone"):
         endpoint.prepare()
-    directory.rmdir()
+    shutil.rmtree(directory)
     directory.symlink_to("/tmp")
     with pytest.raises(ConfigError, match="this user alone"):
         endpoint.prepare()

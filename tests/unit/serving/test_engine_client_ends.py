@@ -216,6 +216,6 @@ def test_without_an_engine_requests_fail_at_once() -> None:
         with pytest.raises(EngineDeadError):
             await client.info()
         await client.aclose()
-        Path(endpoint.directory).rmdir()
+        endpoint.remove()
 
     run(test())
