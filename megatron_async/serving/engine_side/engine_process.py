@@ -103,8 +103,8 @@ class EngineProcess:
         elif self._launch.kept is not None:
             self._controls.restore(self._launch.kept)
         self._engine.start()
-        self._parent.send(self._info())
         self._parent.send(Started())
+        self._parent.send(self._info())
         next_tick = time.monotonic()
         while self._exit is None:
             now = time.monotonic()
