@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -277,3 +279,13 @@ def test_a_bench_report_tells_the_command_that_measures_the_same() -> None:
     command = bench.command_line(args)
     assert "--arrival-rate inf,40,0.1234567 " in command
     assert build_parser().parse_args(shlex.split(command)[1:]) == args
+
+
+def test_too_few_open_files_are_not_taken_for_a_bad_standard_output(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opens_too_many(_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("megatron_async.cli.info.run", opens_too_many)
+    assert "raise the limit (ulimit -n)" in error_of(["info"], capsys)
