@@ -99,7 +99,7 @@ def make_private_file(kind: str, parent: str) -> str:
             return path
 
 
-# --- whose it is ------------------------------------------------------------------------------
+# --- owners ------------------------------------------------------------------------------
 
 
 def let_go(path: str) -> None:
@@ -162,7 +162,7 @@ def _hold(path: str, locked: str) -> bool:
     return is_there
 
 
-# --- who may enter ----------------------------------------------------------------------------
+# --- access ----------------------------------------------------------------------------
 
 
 def check_private_folder(folder: str) -> None:

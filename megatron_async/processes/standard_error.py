@@ -137,7 +137,7 @@ def said_as_json(count: int) -> str:
 
 
 def unblock(said: Callable[[int], str] = said_as_text) -> None:
-    """Have this process never wait for whoever reads its standard error. What waits at its end is
+    """Have this process never wait for the reader of its standard error. What waits at its end is
     written within :data:`END_SECONDS`."""
     if isinstance(sys.stderr, Spool):
         sys.stderr.said = said

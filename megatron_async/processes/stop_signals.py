@@ -1,5 +1,5 @@
-"""SIGINT and SIGTERM of the process that a terminal or a service manager has started: who is told,
-and that nothing of its end is cut short."""
+"""SIGINT and SIGTERM of the process that a terminal or a service manager has started: they
+reach its event loop, and nothing of its end is cut short."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Awake(NamedTuple):
         tags: parts of its memory that it has again.
         front_ends: that have said hello.
         waiting: requests, in order.
-        answer: tells who has woken it up that it is done.
+        answer: tells the front end that has woken it up that it is done.
     """
 
     engine: DynamicInferenceEngine

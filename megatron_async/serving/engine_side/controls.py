@@ -62,7 +62,7 @@ class Controls:
             {name: partial(method, self) for name, method in CONTROLS.items()}
         )
         self._switching = threading.Lock()
-        """Held by who stops the engine or has it go on."""
+        """Held while the engine is stopped, or goes on."""
         self._resumed = 0
         """The order of the last control that had the engine go on: earlier ones stop it no more."""
         self._is_drained = False

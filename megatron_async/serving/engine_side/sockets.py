@@ -56,7 +56,7 @@ class Sockets:
             self._wake.send(b".")
 
     def receive(self) -> Iterator[tuple[bytes, ToEngine]]:
-        """Who has said something, and what: all that has come, or some of it."""
+        """Messages with the identities of their front ends: all that has come, or some of it."""
         for _ in range(MESSAGES_AT_ONCE):
             try:
                 identity, *frames = self._commands.recv_multipart(zmq.NOBLOCK)

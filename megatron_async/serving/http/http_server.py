@@ -107,7 +107,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Leave them to whoever calls :meth:`signalled`; uvicorn would raise them again."""
+        """Signals call :meth:`signalled` already; uvicorn would raise them again."""
         yield
 
 
