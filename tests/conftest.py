@@ -57,7 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--tokenizers",
         action="store_true",
-        help="collect the tests of real tokenizers, which are fetched from registries",
+        help="collect the tests of real tokenizers alone, which are fetched from registries",
     )
 
 
@@ -73,7 +73,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Files that are not in a run are not imported either."""
-    if collection_path == TOKENIZERS and not config.getoption("--tokenizers"):
+    is_inside = TOKENIZERS in (collection_path, *collection_path.parents)
+    if config.getoption("--tokenizers"):
+        return None if is_inside or collection_path in TOKENIZERS.parents else True
+    if is_inside:
         return True
     is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
     return (

@@ -101,6 +101,13 @@ def test_quick_runs_lint_types_and_what_is_not_slow(tmp_path: Path) -> None:
     assert pytest_call[5:] == ["--durations=10", "--quick", "-m", "not slow", "-x"]
 
 
+def test_real_tokenizers_are_run_alone_and_each_in_one_process(tmp_path: Path) -> None:
+    done = run(tmp_path, "-x", "--tokenizers")
+    (call,) = (call["arguments"] for call in done.calls)
+    assert call[:6] == ["pytest", "-n", "3", "--dist", "loadgroup", "--durations=10"]
+    assert call[6:] == ["--tokenizers", "-x"]
+
+
 def test_quick_and_gpu_exclude_each_other(tmp_path: Path) -> None:
     done = run(tmp_path, "--gpu", "--quick", machine="1 8")
     assert (done.status, done.calls) == (2, [])
