@@ -23,8 +23,8 @@ from tests.support.patience import PATIENCE_SECONDS
 from tests.support.served import served
 from tests.tokenizers.conftest import Real
 
-PROMPTS = ("Hello", "Hello ", " été 中文 😀", "def f(x):\n    return", "▁a", "")
-SEEDS = range(3)
+PROMPTS = ("Hello ", " été 中文 😀", "def f(x):\n    return", "▁a")
+SEEDS = range(2)
 HELLO: Any = [{"role": "user", "content": "Hello, été 😀 "}]
 PARAMETERS = {
     "type": "object",
@@ -47,10 +47,10 @@ class Running:
     templates: ChatTemplates
 
     def completion(self, **asked: Any) -> Any:
-        return self.client.completions.create(model="tiny", **{"max_tokens": 20, **asked})
+        return self.client.completions.create(model="tiny", **{"max_tokens": 16, **asked})
 
     def chat(self, **asked: Any) -> Any:
-        given = {"model": "tiny", "max_completion_tokens": 24, **asked}
+        given = {"model": "tiny", "max_completion_tokens": 16, **asked}
         return self.client.chat.completions.create(**given)
 
     def added(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
@@ -101,7 +101,7 @@ def ids_of(prompt: str, real: Real) -> list[int]:
     return list(real.theirs(prompt)["input_ids"])
 
 
-@pytest.mark.parametrize("prompt", [prompt for prompt in PROMPTS if prompt])
+@pytest.mark.parametrize("prompt", PROMPTS)
 def test_completions_are_texts_of_transformers(running: Running, prompt: str) -> None:
     before = ids_of(prompt, running.real)
     for seed in SEEDS:
@@ -127,7 +127,7 @@ def test_a_stop_string_ends_a_completion(running: Running) -> None:
         assert "".join(chunks) == choice.text
 
 
-@pytest.mark.parametrize("prompt", [prompt for prompt in PROMPTS if prompt])
+@pytest.mark.parametrize("prompt", PROMPTS)
 def test_an_echoed_prompt_has_its_tokens_and_offsets(running: Running, prompt: str) -> None:
     (choice,) = running.completion(prompt=prompt, echo=True, logprobs=3, max_tokens=0).choices
     ids, shown = ids_of(prompt, running.real), choice.logprobs
@@ -165,12 +165,10 @@ def test_a_chat_is_that_of_transformers(running: Running) -> None:
 
 
 def test_a_structured_answer_conforms(running: Running) -> None:
-    named = {"name": "answer", "schema": PARAMETERS, "strict": True}
-    form: Any = {"type": "json_schema", "json_schema": named}
+    form = {"json": PARAMETERS, "whitespace_pattern": " ?"}
+    asked: Any = {"messages": HELLO, "max_completion_tokens": 300}
     for seed in SEEDS:
-        answer = running.chat(
-            messages=HELLO, seed=seed, response_format=form, max_completion_tokens=300
-        )
+        answer = running.chat(**asked, seed=seed, extra_body={"structured_outputs": form})
         assert answer.choices[0].finish_reason == "stop"
         jsonschema_rs.validate(PARAMETERS, json.loads(answer.choices[0].message.content))
 
