@@ -12,7 +12,7 @@ from megatron_async.cli.options import options
 from megatron_async.cli.options.server_keys import ADMIN_KEY_VARIABLE, KEY_VARIABLE, keys_of
 from megatron_async.cli.options.values import integer, json_object, number
 from megatron_async.cli.serve_replicas import add_replica_options, check_replica_options
-from megatron_async.processes.heartbeat import HEARTBEAT_SECONDS
+from megatron_async.processes.watching.heartbeat import HEARTBEAT_SECONDS
 from megatron_async.serving.engine_side.stall_watch import STALL_SECONDS
 
 if TYPE_CHECKING:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_async.megatron_compat import specs
+from megatron_async.models import parallel
 from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.layers.activation import (
     GEGLU,
@@ -21,14 +23,13 @@ from megatron_async.models.layers.activation import (
 )
 from megatron_async.models.layers.attention import NoCoreAttention, PagedSelfAttention
 from megatron_async.models.layers.norm import Norm, fusable, head_norm_classes, norm_class
-from megatron_async.models.layers.row_parallel import (
-    BiasedRowParallelLinear,
-    RowParallelLinear,
-)
 from megatron_async.models.padding import padding_mask
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add  # isort: skip
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear  # isort: skip
+from megatron.core.tensor_parallel.layers import (  # isort: skip
+    RowParallelLinear as MegatronRowParallelLinear,
+)
 from megatron.core.transformer.attention import SelfAttentionSubmodules  # isort: skip
 from megatron.core.transformer.enums import AttnMaskType  # isort: skip
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
@@ -60,6 +61,34 @@ _ACTIVATIONS: dict[str, type[torch.nn.Module]] = {
 # configs, and this class and that of row-parallel layers decide for each part alone.
 class BiasedColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
     """Column-parallel linear with a bias, whatever the config says."""
+
+    def __init__(self, *args: Any, bias: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, bias=True, **kwargs)
+
+
+class RowParallelLinear(MegatronRowParallelLinear):  # type: ignore[misc]
+    """megatron's. Where it serves, several ranks add up by
+    :meth:`~megatron_async.models.parallel.ModelParallel.sum_rows` in place of an all-reduce."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.__dict__["_ranks"] = parallel.current()
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """``[S, B, K]``, this rank's share of K, to the whole ``[S, B, N]``, and a bias that is yet
+        to be added."""
+        ranks: parallel.ModelParallel | None = self.__dict__["_ranks"]
+        if ranks is None or torch.is_grad_enabled() or not self.input_is_parallel:
+            result: tuple[Tensor, Tensor | None] = super().forward(input_)
+            return result
+        total = ranks.sum_rows(F.linear(input_, self.weight))
+        if self.skip_bias_add:
+            return total, self.bias
+        return (total if self.bias is None else total + self.bias), None
+
+
+class BiasedRowParallelLinear(RowParallelLinear):
+    """One with a bias, whatever the config says."""
 
     def __init__(self, *args: Any, bias: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, bias=True, **kwargs)

@@ -16,7 +16,7 @@ from megatron_async.processes.child import EXIT_SECONDS, Child
 from megatron_async.processes.messages import Stop
 
 Said = TypeVar("Said")
-BEATING = "megatron_async.processes.beating"
+BEATING = "megatron_async.processes.watching.beating"
 
 
 class ChildProcess(Generic[Said]):

@@ -11,9 +11,9 @@ import msgspec
 
 from megatron_async.codec import Codec, encode
 from megatron_async.errors import MegatronAsyncError
-from megatron_async.processes.beating import beats_of
 from megatron_async.processes.call import listen
 from megatron_async.processes.messages import NotStarted, Preparing, Started
+from megatron_async.processes.watching.beating import beats_of
 
 EXIT_FAILED = 1
 EXIT_NOT_STARTED = 2

@@ -30,7 +30,7 @@ from megatron_async.processes.child import (
     how_ended,
     wait_for,
 )
-from megatron_async.processes.heartbeat import Heartbeats
+from megatron_async.processes.watching.heartbeat import Heartbeats
 from megatron_async.ranks import new_weights, process_group
 from megatron_async.ranks.channel import Sender
 from megatron_async.ranks.layout import Layout

@@ -9,9 +9,9 @@ import msgspec
 
 from megatron_async.errors import EngineDeadError, MegatronAsyncError
 from megatron_async.processes.child_process import ChildProcess
-from megatron_async.processes.heartbeat import HEARTBEAT_SECONDS
 from megatron_async.processes.messages import Started
-from megatron_async.processes.supervision import START_SECONDS, Restarts, Supervision
+from megatron_async.processes.watching.heartbeat import HEARTBEAT_SECONDS
+from megatron_async.processes.watching.supervision import START_SECONDS, Restarts, Supervision
 from megatron_async.serving.messages import EngineInfo, Kept, Launch, ToSupervisor
 
 logger = logging.getLogger(__name__)
@@ -29,8 +29,9 @@ class Supervisor:
     :class:`~megatron_async.serving.messages.Kept`.
 
     Args:
-        max_restarts, backoff: see :class:`~megatron_async.processes.supervision.Restarts`. After
-            the last one it is given up.
+        max_restarts, backoff: see
+            :class:`~megatron_async.processes.watching.supervision.Restarts`. After the last one it
+            is given up.
         heartbeat_timeout, start_timeout: seconds without a sign of life after which the process,
             once it serves or while it starts, counts as frozen and is killed; None is never.
 

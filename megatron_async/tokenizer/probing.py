@@ -11,8 +11,9 @@ from pathlib import Path
 
 from megatron_async.errors import CheckpointError
 from megatron_async.processes.child import Child
-from megatron_async.tokenizer import probe
 
+PROBE = "megatron_async.tokenizer.probe"
+"""The module that the process runs, and this one has no use for."""
 MOST_SECONDS = 600.0
 """For a process that somebody has stopped: its own limit is of what it computes."""
 MOST_ANSWER = 2**16
@@ -40,7 +41,7 @@ def check_tokenizer(file: Path, data: bytes) -> None:
 def _ask(file: Path, data: bytes) -> str:
     """What the process says."""
     try:
-        child = Child(probe.__name__, environment=_ENVIRONMENT)
+        child = Child(PROBE, environment=_ENVIRONMENT)
     except OSError as error:
         said = f"the process that tries it cannot be started: {error.strerror}"
         raise CheckpointError(f"{file}: {said}") from None

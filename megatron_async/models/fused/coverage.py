@@ -19,6 +19,7 @@ from megatron_async.kernels.gemm.tile_config import (
 )
 from megatron_async.kernels.shared_memory import block_limit
 from megatron_async.megatron_compat.specs import MTP_LAYERS, mtp_inner_layer
+from megatron_async.models import spec
 from megatron_async.models.fused import where
 from megatron_async.models.fused.blocks.kernel_parameters import epilogue_of, norm_kind
 from megatron_async.models.fused.blocks.moe_block import experts_why_not, is_mixture
@@ -31,12 +32,10 @@ from megatron_async.models.fused.report import (
     PROJECTION,
     Block,
 )
-from megatron_async.models.layers import row_parallel
 from megatron_async.models.layers.attention import PagedSelfAttention
 from megatron_async.models.mamba.layers import AttentionLayer, MambaLayer, MlpLayer
 from megatron_async.models.mamba.mixer import MambaMixer
 from megatron_async.models.mamba.states import kernels_why_not
-from megatron_async.models.spec import BiasedColumnParallelLinear, DecoderLayer
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add  # isort: skip
 from megatron.core.models.common.embeddings.language_model_embedding import (  # isort: skip
@@ -54,11 +53,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer  # isor
 _LINEARS = (
     ColumnParallelLinear,
     RowParallelLinear,
-    BiasedColumnParallelLinear,
-    row_parallel.RowParallelLinear,
-    row_parallel.BiasedRowParallelLinear,
+    spec.BiasedColumnParallelLinear,
+    spec.RowParallelLinear,
+    spec.BiasedRowParallelLinear,
 )
-_LAYERS = (DecoderLayer, TransformerLayer, AttentionLayer, MlpLayer, MambaLayer)
+_LAYERS = (spec.DecoderLayer, TransformerLayer, AttentionLayer, MlpLayer, MambaLayer)
 _ALL = {
     "fp32_residual_connection": (False,),
     "layernorm_zero_centered_gamma": (False,),

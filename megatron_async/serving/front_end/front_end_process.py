@@ -13,9 +13,9 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 
-from megatron_async.processes.beating import BEAT_SECONDS
 from megatron_async.processes.messages import Started
 from megatron_async.processes.parent import Parent
+from megatron_async.processes.watching.beating import BEAT_SECONDS
 from megatron_async.serving.front_end.build import build_frontend
 from megatron_async.serving.front_end.engine_client import EngineClient
 from megatron_async.serving.front_end.front_ends import FrontEndLaunch, ToFrontEnd

@@ -39,9 +39,9 @@ from prometheus_client.multiprocess import mark_process_dead
 from megatron_async.errors import FrontEndDeadError
 from megatron_async.processes import stop_signals
 from megatron_async.processes.child_process import ChildProcess
-from megatron_async.processes.heartbeat import HEARTBEAT_SECONDS
 from megatron_async.processes.messages import Beat, NotStarted, Started, Stop
-from megatron_async.processes.supervision import START_SECONDS, Restarts, Supervision
+from megatron_async.processes.watching.heartbeat import HEARTBEAT_SECONDS
+from megatron_async.processes.watching.supervision import START_SECONDS, Restarts, Supervision
 from megatron_async.serving.engine_side.engine_lifetime import Engine, with_engine
 from megatron_async.serving.front_end.build import FrontendSettings
 from megatron_async.serving.http.http_server import ABORT_SECONDS
@@ -73,10 +73,10 @@ class FrontEnds:
     Args:
         settings: of each, but for its ``metrics_directory``.
         listening: a bound socket.
-        max_restarts, backoff: see :class:`~megatron_async.processes.supervision.Restarts`, for each
-            of them.
+        max_restarts, backoff: of each, see
+            :class:`~megatron_async.processes.watching.supervision.Restarts`.
         heartbeat_timeout, start_timeout: see
-            :class:`~megatron_async.processes.supervision.Supervision`.
+            :class:`~megatron_async.processes.watching.supervision.Supervision`.
     """
 
     def __init__(

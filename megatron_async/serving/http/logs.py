@@ -6,7 +6,8 @@ import json
 import logging
 from typing import Any
 
-from megatron_async.processes import standard_error, supervision
+from megatron_async.processes import standard_error
+from megatron_async.processes.watching import supervision
 
 logger = logging.getLogger("megatron_async.serving")
 """Has a line for each request; the loggers of the modules here are below it."""

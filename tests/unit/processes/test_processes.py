@@ -15,7 +15,12 @@ from megatron_async.errors import ConfigError
 from megatron_async.processes.child import Child, how_ended
 from megatron_async.processes.child_process import ChildProcess
 from megatron_async.processes.messages import Beat, NotStarted, Started, Stop
-from megatron_async.processes.supervision import SHOWN_SECONDS, Restarts, Start, Supervision
+from megatron_async.processes.watching.supervision import (
+    SHOWN_SECONDS,
+    Restarts,
+    Start,
+    Supervision,
+)
 from tests.support.patience import PATIENCE_SECONDS
 from tests.unit.test_architecture import PACKAGE, imports_of
 

@@ -24,7 +24,7 @@ from megatron_async.config.engine_config import EngineConfig
 from megatron_async.errors import ConfigError, RankDiedError
 from megatron_async.models import parallel
 from megatron_async.processes.call import Call
-from megatron_async.processes.heartbeat import BEATS, PREPARING_TIMES, Heartbeats
+from megatron_async.processes.watching.heartbeat import BEATS, PREPARING_TIMES, Heartbeats
 from megatron_async.ranks import channel, group, messages, process_group, start
 from megatron_async.ranks.group import RankGroup
 from megatron_async.ranks.layout import Layout

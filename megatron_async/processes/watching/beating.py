@@ -1,5 +1,7 @@
-"""Signs of life of a process that starts: ``python -m megatron_async.processes.beating FD MODULE``
-gives them over ``FD`` from before ``MODULE`` is imported until it serves, and says what it does.
+"""Signs of life of a process that starts.
+
+``python -m megatron_async.processes.watching.beating FD MODULE`` gives them over ``FD`` from before
+``MODULE`` is imported until it serves, and says what it does.
 
 They come from a thread, so that one that imports, loads or compiles for minutes is told from one
 that stands still. Once it serves, signs of life are those of the loop that serves.
@@ -73,6 +75,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from megatron_async.processes import beating  # the module that others import, not this one
+    from megatron_async.processes.watching import (
+        beating,  # the module that others import, not this one
+    )
 
     beating.main()

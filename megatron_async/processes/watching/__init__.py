@@ -1,0 +1,1 @@
+"""Signs of life of several processes, and what starts them again."""
