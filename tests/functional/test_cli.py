@@ -228,7 +228,7 @@ def test_prompts_of_lower_priority_go_first(
         (["--prompt", "a", "--max-new-tokens", "999"], ["999", "generate at most 255"]),
         (
             ["--prompt", "a", "--block-count", "1", "--inference-max-seq-length", "256"],
-            ["--block-count", "4 KV blocks"],
+            ["--block-count", "2 KV blocks"],
         ),
         (["--prompt", "a", "--inference-max-seq-length", "999"], ["999", "256"]),
     ],
