@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from megatron_async.kernels.gemm.tile_config import (
     ADD,
     GELU_TANH,
@@ -11,7 +13,12 @@ from megatron_async.kernels.gemm.tile_config import (
     SILU_GATE,
     STORE,
 )
+from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.description.shapes import SHAPES
+from megatron_async.models.parallel_sizes import tensor_share
+
+SHARED = ("llama8b", "qwen0.6b")
+"""Models whose shares of two ranks were measured too."""
 
 NORMS = {
     config.hidden_size: LAYER_NORM if config.activation == "gelu_tanh" else RMS_NORM
@@ -30,7 +37,20 @@ def _gemms() -> dict[tuple[int, int], tuple[int, int, int, int, bool]]:
             gemms[n, hidden] = n, hidden, norm, epilogue, norm == LAYER_NORM
         for k in (config.num_attention_heads * config.head_dim, ffn):
             gemms[hidden, k] = hidden, k, NO_NORM, ADD, norm == LAYER_NORM
+    for name in SHARED:
+        for each in _gemms_of_share(tensor_share(SHAPES[name], 2)):
+            gemms.setdefault(each[:2], each)
     return gemms
+
+
+def _gemms_of_share(config: ModelConfig) -> Iterator[tuple[int, int, int, int, bool]]:
+    """Those of one rank of two, which leave partial sums."""
+    hidden, ffn = config.hidden_size, config.ffn_hidden_size
+    qkv = (config.num_attention_heads + 2 * config.num_kv_heads) * config.head_dim
+    for n, epilogue in ((qkv, STORE), (2 * ffn, SILU_GATE), (config.vocab_size, STORE)):
+        yield n, hidden, RMS_NORM, epilogue, False
+    for k in (config.num_attention_heads * config.head_dim, ffn):
+        yield hidden, k, NO_NORM, STORE, False
 
 
 GEMMS = _gemms()

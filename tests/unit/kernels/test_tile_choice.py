@@ -28,9 +28,11 @@ from megatron_async.kernels.gemm.tile_config import (
     SHARED_BYTES,
     SILU_GATE,
     STORE,
+    Entry,
     GemmProblem,
     TileConfig,
     format_table,
+    lookup,
     measured,
     padded,
 )
@@ -48,14 +50,14 @@ UNKNOWN_SHAPES = (
 @pytest.mark.parametrize(
     ("rows", "digest"),
     [
-        (1, "ac4a7f50b21c03e0"),
-        (2, "6890d90ab3c5177d"),
-        (4, "e916ede3e763c76b"),
-        (8, "26b328b0de6c20fd"),
-        (16, "6e2e50ca9893eeae"),
-        (32, "ab7e20ef0306a46a"),
-        (48, "6a10382d40af56b6"),
-        (64, "7054d3caf57c4f35"),
+        (1, "32f354ed3ed8afe5"),
+        (2, "650295b28e50605d"),
+        (4, "c9a7d02eb432cb1a"),
+        (8, "1ed1f36d7b2b6371"),
+        (16, "ae4d5c05667904ba"),
+        (32, "1d36b3ada36218d6"),
+        (48, "bf2f02a1b365980d"),
+        (64, "411c8f57f97d5216"),
     ],
 )
 def test_choices_are_those_that_were_measured_with(rows: int, digest: str) -> None:
@@ -223,6 +225,12 @@ def test_a_weight_too_narrow_for_the_kernel_has_no_config() -> None:
 ROWS = sorted({problem.rows for problem in measured()})
 
 
+def entry_of(rows: int, n: int, k: int) -> Entry | None:
+    """What the table has for a GEMM of a known model."""
+    _, _, norm, epilogue, _ = GEMMS[n, k]
+    return lookup(measured(), GemmProblem(rows, n, k, norm, epilogue))
+
+
 def shapes_at(rows: int) -> set[tuple[int, int]]:
     return {(problem.n, problem.k) for problem in measured() if problem.rows == rows}
 
@@ -232,7 +240,10 @@ def test_measured_configs_are_chosen_where_they_can_be_built(rows: int) -> None:
     assert shapes_at(rows) <= shapes_at(FALLBACK_ROWS[rows][-1])
     for n, k in shapes_at(rows):
         _, _, norm, epilogue, _ = GEMMS[n, k]
-        config = measured()[GemmProblem(rows, n, k)].config
+        entry = entry_of(rows, n, k)
+        if entry is None:
+            continue  # it has another GEMM of this shape
+        config = entry.config
         assert choose(n, k, rows, norm, epilogue, sm_count=SMS) == config
         other = choose(n, k, rows, norm, epilogue, False, sm_count=SMS)
         if rows > ANY_SHAPE_ROWS:
@@ -250,9 +261,10 @@ def test_every_measured_shape_has_the_first_config_that_fits(rows: int) -> None:
     assert shapes == shapes_at(likes[-1])
     for n, k in shapes:
         _, _, norm, epilogue, _ = GEMMS[n, k]
-        entries = [measured().get(GemmProblem(like, n, k)) for like in likes]
+        entries = [entry_of(like, n, k) for like in likes]
         fitting = [e.config for e in entries if e and e.config.fits(n, k, rows, norm, epilogue)]
-        assert choose(n, k, rows, norm, epilogue, sm_count=SMS) == fitting[0]
+        if fitting:
+            assert choose(n, k, rows, norm, epilogue, sm_count=SMS) == fitting[0]
 
 
 @pytest.mark.parametrize(
@@ -265,6 +277,9 @@ def test_no_entry_stands_where_it_would_be_chosen_anyway(
     _, _, norm, epilogue, _ = GEMMS[n, k]
     users = [rows for rows, likes in FALLBACK_ROWS.items() if like in likes]
     chosen = [choose(n, k, rows, norm, epilogue, sm_count=SMS) for rows in users]
-    monkeypatch.delitem(measured(), GemmProblem(like, n, k))
+    entry = entry_of(like, n, k)
+    if entry is None:
+        pytest.skip("the entry is for another GEMM of this shape")
+    monkeypatch.delitem(measured(), entry.problem)
     without = choose.__wrapped__
     assert [without(n, k, rows, norm, epilogue, sm_count=SMS) for rows in users] != chosen
