@@ -30,7 +30,7 @@ from megatron_async.kernels.attention import rope_append
 from megatron_async.kernels.gemm import batch_invariant_triton as gemm
 from megatron_async.models.description.kv_cache_spec import KVCacheSpec
 from megatron_async.models.description.shapes import SHAPES
-from megatron_async.models.fused.tuning import ERROR_LIMIT, Rig, Step, in_turns
+from megatron_async.models.fused.timed_step import ERROR_LIMIT, Rig, Step, in_turns
 from megatron_async.runner.memory.attention_metadata import AttentionMetadata
 from megatron_async.runner.memory.cache_attention import CacheAttention
 from megatron_async.runner.memory.cache_sizes import CacheSizes

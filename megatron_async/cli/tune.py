@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_async.checkpoint import describe_pretrained
     from megatron_async.device import resolve_device
     from megatron_async.kernels import compile as cuda
-    from megatron_async.models.fused.tuning import first_layers
+    from megatron_async.models.fused.timed_step import first_layers
     from megatron_async.models.parallel_sizes import tensor_share
 
     keeps = not (args.dry_run or args.exhaustive)
@@ -171,6 +171,7 @@ def _tune(
     from tqdm import tqdm
 
     from megatron_async.models.fused import tuning
+    from megatron_async.models.fused.timed_step import Rig
 
     def report(line: str) -> None:
         tqdm.write(f"batch {size}: {line}", file=sys.stderr)
@@ -178,7 +179,7 @@ def _tune(
     sizes = {"layers": args.layers, "context": args.context, "replays": args.replays}
     rig = None
     try:
-        rig = tuning.Rig(config, size, **sizes, device=device)
+        rig = Rig(config, size, **sizes, device=device)
         end = time.monotonic() + args.seconds
         search = tuning.Search(rig, end, report if args.exhaustive or args.dry_run else None)
         if args.exhaustive:

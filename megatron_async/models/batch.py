@@ -113,3 +113,10 @@ class Batch(Protocol):
         """On CUDA: append latents from the packed projection, normed and rotated, and rotate
         ``query`` into ``out``."""
         ...
+
+
+def padding_mask(layer: Any, context: Any) -> dict[str, Tensor]:
+    """What the MLP of ``layer`` is called with beside its input: which tokens of the forward that
+    runs now are padding or of requests that have ended, where that matters."""
+    mask = None if context is None else context.padding_mask
+    return {"padding_mask": mask} if mask is not None and hasattr(layer.mlp, "settings") else {}

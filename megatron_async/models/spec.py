@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_async.megatron_compat import specs
 from megatron_async.models import parallel
+from megatron_async.models.batch import padding_mask
 from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.layers.activation import (
     GEGLU,
@@ -23,7 +24,6 @@ from megatron_async.models.layers.activation import (
 )
 from megatron_async.models.layers.attention import NoCoreAttention, PagedSelfAttention
 from megatron_async.models.layers.norm import Norm, fusable, head_norm_classes, norm_class
-from megatron_async.models.padding import padding_mask
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add  # isort: skip
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear  # isort: skip

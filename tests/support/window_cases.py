@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.kernels.attention.decode_attention import DecodeAttention, Heads
-from megatron_async.kernels.attention.paged_attention import paged_decode_attention_reference
+from megatron_async.kernels.attention.paged_decode import paged_decode_attention_reference
 from megatron_async.kernels.attention.rope_append import rope_append_reference
 
 KV_HEADS, EPS = 2, 1e-6

@@ -237,7 +237,7 @@ def paged_decode_attention_triton(
     sinks: Tensor | None = None,
     latent: int | None = None,
 ) -> Tensor:
-    """``paged_attention.paged_decode_attention`` for bfloat16, float16 and float32, and sizes of
+    """``paged_decode.paged_decode_attention`` for bfloat16, float16 and float32, and sizes of
     heads that ``paged_attention.has_kernel`` knows.
 
     Caches may be strided; only their head dimension must be contiguous. Lengths are at least 1.

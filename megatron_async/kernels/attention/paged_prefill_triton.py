@@ -215,7 +215,7 @@ def paged_mixed_attention_triton(
     sinks: Tensor | None = None,
     latent: int | None = None,
 ) -> None:
-    """``paged_attention.paged_mixed_attention`` for bfloat16, float16 and float32, and sizes of
+    """``paged_prefill.paged_mixed_attention`` for bfloat16, float16 and float32, and sizes of
     heads that ``paged_attention.has_kernel`` knows.
 
     Caches may be strided; only their head dimension must be contiguous. Nothing waits for the

@@ -51,7 +51,7 @@ class Heads(NamedTuple):
     @classmethod
     def of(cls, query: torch.Tensor, kv_heads: int, latent: int | None) -> Heads:
         """Return the heads of a query ``[T, Hq, D]``, see
-        ``paged_attention.paged_decode_attention``."""
+        ``paged_decode.paged_decode_attention``."""
         heads, head_dim = query.shape[1:]
         more = None if latent is None else head_dim - latent
         return cls(heads, kv_heads, latent or head_dim, more, query.element_size())

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
-from megatron_async.models.padding import padding_mask
+from megatron_async.models.batch import padding_mask
 
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
 from megatron.core.transformer.transformer_layer import TransformerLayer  # isort: skip

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
+from megatron_async.models.batch import padding_mask
 from megatron_async.models.layers.norm import Norm, fusable
-from megatron_async.models.padding import padding_mask
 
 from megatron.core.transformer.module import MegatronModule  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module  # isort: skip

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_async.kernels.attention import paged_attention
+from megatron_async.kernels.attention import paged_attention, paged_decode, paged_prefill
 from megatron_async.runner.memory.attention_metadata import AttentionMetadata
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ class CacheAttention:
         out = query.new_zeros(*query.shape[:2], limits.get("latent", query.shape[2]))
         if rows:
             out[:rows] = self._attend_decode(tokens, query[:rows], keys, values, scale, limits)
-        paged_attention.paged_mixed_attention(
+        paged_prefill.paged_mixed_attention(
             query, keys, values, self._block_table, tokens.chunks, scale, out, **limits
         )
         return out
@@ -242,10 +242,10 @@ class CacheAttention:
             slots, lengths = tokens.token_slots[: tokens.decode_rows], tokens.decode_lengths
             lengths_host = tokens.decode_lengths_host
         if lengths_host is None:
-            return paged_attention.paged_decode_attention(
+            return paged_decode.paged_decode_attention(
                 query, keys, values, self._block_table, lengths, scale, slots, **limits
             )
         tables = self._block_table[slots]
-        return paged_attention.paged_decode_attention_by_length(
+        return paged_decode.paged_decode_attention_by_length(
             query, keys, values, tables, lengths_host, scale, slots.tolist(), **limits
         )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_async.kernels.attention import paged_attention
+from megatron_async.kernels.attention import paged_decode, paged_prefill
 from tests.support.interpreter import HAS_TRITON, on_devices
 from tests.support.paged_cases import make_case as make_decode
 from tests.unit.kernels.test_paged_prefill import UNTOUCHED
@@ -94,18 +94,18 @@ def check_prefill(
 
 
 def test_references_equal_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    reference = paged_attention.paged_decode_attention_reference
+    reference = paged_decode.paged_decode_attention_reference
     check_decode(reference, torch.float32, "cpu")
-    check_prefill(paged_attention.paged_mixed_attention_reference, torch.float32, "cpu")
+    check_prefill(paged_prefill.paged_mixed_attention_reference, torch.float32, "cpu")
     # One row at a time: what is gathered stays small.
-    monkeypatch.setattr(paged_attention, "GATHERED_BYTES", 1)
+    monkeypatch.setattr(paged_decode, "GATHERED_BYTES", 1)
     check_decode(reference, torch.float32, "cpu")
 
 
 def test_attention_by_length_equals_float64() -> None:
     def attend(*arguments: Any, latent: int) -> Tensor:
         *some, lengths, scale = arguments
-        return paged_attention.paged_decode_attention_by_length(
+        return paged_decode.paged_decode_attention_by_length(
             *some, lengths.tolist(), scale, latent=latent
         )
 

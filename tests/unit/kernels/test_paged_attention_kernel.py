@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_async.kernels.attention import paged_attention
+from megatron_async.kernels.attention import paged_decode
 from megatron_async.kernels.attention.tiles import SplitTile
 from tests.support.interpreter import compiled, interpreted
 from tests.support.paged_cases import Case, make_case
@@ -123,7 +123,7 @@ def test_reference_gives_a_row_its_own_bits(
     )
 
     def attend(rows: list[int]) -> Tensor:
-        return paged_attention.paged_decode_attention_by_length(
+        return paged_decode.paged_decode_attention_by_length(
             case.query[rows],
             case.keys,
             case.values,
@@ -166,7 +166,7 @@ def test_tokens_of_a_sequence_have_the_same_bits_together_as_alone(
     ).to(dtype)
 
     def attend(names: list[int] | None) -> Tensor:
-        return paged_attention.paged_decode_attention_by_length(
+        return paged_decode.paged_decode_attention_by_length(
             query, case.keys, case.values, case.table[sequences], lengths, case.scale, names
         )
 
@@ -229,7 +229,7 @@ class TestOnGpu:
         )
         out = case.run()
         assert_close(case, out)
-        reference = paged_attention.paged_decode_attention_reference(
+        reference = paged_decode.paged_decode_attention_reference(
             case.query, case.keys, case.values, case.table, case.lengths, case.scale
         )
         tolerance = 2 * TOLERANCE[dtype]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_async.kernels.attention import paged_attention
+from megatron_async.kernels.attention import paged_prefill
 from tests.support.interpreter import compiled, interpreted
 
 pytest.importorskip("triton", reason="the kernel needs triton")
@@ -189,7 +189,7 @@ def test_reference_equals_float64(group: int) -> None:
         device="cpu",
     )
     out = torch.full_like(case.query, UNTOUCHED)
-    paged_attention.paged_mixed_attention(
+    paged_prefill.paged_mixed_attention(
         case.query, case.keys, case.values, case.table, case.chunks, case.scale, out
     )
     torch.testing.assert_close(out.double(), case.expected(), rtol=1e-5, atol=1e-5)

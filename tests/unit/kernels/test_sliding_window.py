@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_async.kernels.attention import paged_attention
+from megatron_async.kernels.attention import paged_decode, paged_prefill
 from tests.support.interpreter import HAS_TRITON, on_devices
 from tests.support.paged_cases import make_case as make_decode
 from tests.unit.kernels.test_paged_prefill import UNTOUCHED
@@ -120,15 +120,15 @@ def check_prefill(
 
 @limits_of_all_kinds
 def test_references_equal_float64(limits: dict[str, Any]) -> None:
-    check_decode(paged_attention.paged_decode_attention_reference, limits, torch.float32, "cpu")
-    check_prefill(paged_attention.paged_mixed_attention_reference, limits, torch.float32, "cpu")
+    check_decode(paged_decode.paged_decode_attention_reference, limits, torch.float32, "cpu")
+    check_prefill(paged_prefill.paged_mixed_attention_reference, limits, torch.float32, "cpu")
 
 
 @limits_of_all_kinds
 def test_attention_by_length_equals_the_reference(limits: dict[str, Any]) -> None:
     def attend(*arguments: Any, **limits: Any) -> Tensor:
         *some, lengths, scale = arguments
-        return paged_attention.paged_decode_attention_by_length(
+        return paged_decode.paged_decode_attention_by_length(
             *some, lengths.tolist(), scale, **limits
         )
 

@@ -36,7 +36,7 @@ from megatron_async.kernels.gemm.tile_config import (
 )
 from megatron_async.models.build import build_random_model
 from megatron_async.models.description.shapes import SHAPES
-from megatron_async.models.fused import coverage, where
+from megatron_async.models.fused import coverage, timed_step, where
 from megatron_async.models.fused import tuning as tuner
 from megatron_async.models.fused.blocks.gemms import Gemm
 from megatron_async.models.fused.blocks.moe_block import is_mixture
@@ -227,7 +227,7 @@ def test_which_experts_are_chosen_does_not_change_a_timed_step() -> None:
     with torch.inference_mode():
         before, after = outputs()
         assert not torch.allclose(before, after)
-        tuner.equal_experts(model)
+        timed_step.equal_experts(model)
         before, after = outputs()
         torch.testing.assert_close(before, after)
 
@@ -237,9 +237,9 @@ def test_attention_in_modules_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coverage, "attention_why_not", lambda layer, model: None)
     config = replace(SHAPES["tiny-llama"], num_layers=2)
     model = build_random_model(config, device=torch.device("cpu"), dtype=torch.bfloat16)
-    assert tuner.attention_in_modules(model) is None
+    assert timed_step.attention_in_modules(model) is None
     monkeypatch.setattr(coverage, "attention_why_not", lambda layer, model: "it has sinks")
-    reason = tuner.attention_in_modules(model)
+    reason = timed_step.attention_in_modules(model)
     assert reason == "the attention of layer 1 is computed by its module: it has sinks"
 
 
@@ -280,7 +280,7 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[int]) ->
     monkeypatch.setattr(cuda, "unavailable", lambda index: None)
     monkeypatch.setattr(FewProducts, "sizes", [])
     monkeypatch.setattr(FewProducts, "closed", [])
-    monkeypatch.setattr(tuner, "Rig", FewProducts)
+    monkeypatch.setattr(timed_step, "Rig", FewProducts)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -362,7 +362,7 @@ def test_a_model_that_the_fused_step_does_not_take_is_an_error(
     def refuse(*_: Any, **__: Any) -> None:
         raise ValueError("its heads are odd")
 
-    monkeypatch.setattr(tuner, "Rig", refuse)
+    monkeypatch.setattr(timed_step, "Rig", refuse)
     assert main(["tune", "--model", "tiny"]) == 2
     assert "its heads are odd" in capsys.readouterr().err
 

@@ -10,7 +10,7 @@ import torch
 
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import decode_attention as cuda_attention
-from megatron_async.kernels.attention import paged_attention, rope_append
+from megatron_async.kernels.attention import paged_decode, rope_append
 from tests.support import emulator
 from tests.support.batches import new_batch
 from tests.support.cuda_kernels import LIMIT, device, emulated, on_both, relative_error
@@ -91,7 +91,7 @@ class Case:
             self.packed.double(), keys, values, self.mapping, self.positions, self.cos_sin,
             *(None if x is None else x.double() for x in self.norms), 1e-6,
         )  # fmt: skip
-        out = paged_attention.paged_decode_attention_reference(
+        out = paged_decode.paged_decode_attention_reference(
             query, keys, values, self.context.block_table, self.positions + 1, 0.2, self.slots
         )
         self.keys, self.values = keys, values

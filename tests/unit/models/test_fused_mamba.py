@@ -19,7 +19,7 @@ from megatron_async.models.fused import where
 from megatron_async.models.fused.blocks import mamba_block
 from megatron_async.models.fused.decoder import FusedDecoder
 from megatron_async.models.fused.report import ATTENTION, MAMBA, MLP
-from megatron_async.models.fused.tuning import first_layers
+from megatron_async.models.fused.timed_step import first_layers
 from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.models.served import ServedModel
 from megatron_async.runner.memory.recurrent_states import StepStates

@@ -17,7 +17,7 @@ from megatron_async.kernels.attention import rope_append
 from megatron_async.models.fused import report, where
 from megatron_async.models.fused.blocks import mtp_blocks
 from megatron_async.models.fused.report import ATTENTION, HEAD, MLP, PROJECTION
-from megatron_async.models.fused.tuning import FusedStep
+from megatron_async.models.fused.timed_step import FusedStep
 from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.runner.drafter import SampledRows
 from tests.support import emulator

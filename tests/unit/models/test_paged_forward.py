@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_async.device import memory
-from megatron_async.kernels.attention import paged_attention
+from megatron_async.kernels.attention import paged_decode
 from megatron_async.models.build import build_model
 from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.gpt_network import GPTNetwork
@@ -126,10 +126,10 @@ def test_static_and_grouped_decode_attention_agree() -> None:
     table = torch.randperm(30, generator=generator)[:24].view(3, 8)
     query = torch.randn(3, 6, 16, generator=generator)
     lengths = [1, 17, 32]
-    static = paged_attention.paged_decode_attention(
+    static = paged_decode.paged_decode_attention(
         query, keys, values, table, torch.tensor(lengths), 0.25
     )
-    grouped = paged_attention.paged_decode_attention_by_length(
+    grouped = paged_decode.paged_decode_attention_by_length(
         query, keys, values, table, lengths, 0.25
     )
     torch.testing.assert_close(static, grouped, rtol=1e-5, atol=1e-6)

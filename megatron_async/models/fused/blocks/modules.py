@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
+from megatron_async.models.batch import padding_mask
 from megatron_async.models.fused.blocks.residual import HALF, LAYER, Norm, Step
-from megatron_async.models.padding import padding_mask
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add  # isort: skip
 
