@@ -32,20 +32,19 @@ from megatron_async.kernels.sampling.process_logits import (
     from_key,
     row_keys,
 )
-from megatron_async.kernels.sampling.sample_triton import BLOCK as SEARCH_BLOCK
-from megatron_async.kernels.sampling.sample_triton import (
-    ID_MASK,
+from megatron_async.kernels.sampling.row_thresholds import (
     LOG2_E,
     NAN_KEY,
     NEG_INF,
     NO_KEY,
-    best_token,
     exact_log,
     exp2_mass,
     filter_threshold,
     order_key,
     scale,
 )
+from megatron_async.kernels.sampling.sample_triton import BLOCK as SEARCH_BLOCK
+from megatron_async.kernels.sampling.sample_triton import ID_MASK, best_token
 from megatron_async.kernels.sampling.verify import load_bounds, verify
 from megatron_async.sampling import exact_math
 from megatron_async.sampling.process_logits import Tables

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.kernels.pdl import pdl_enter
-from megatron_async.kernels.sampling.sample_triton import (
+from megatron_async.kernels.sampling.row_thresholds import (
     NAN_KEY,
     NEG_INF,
     NO_KEY,
