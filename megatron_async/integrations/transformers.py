@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
+import megatron_async.contrib.transformers as moved
+from megatron_async.former_address import names_of
 
-from megatron_async.contrib import transformers as contrib
-
-__all__ = contrib.__all__
-
-warnings.warn(
-    "megatron_async.integrations.transformers is now megatron_async.contrib.transformers",
-    DeprecationWarning,
-    stacklevel=2,
-)
-
-
-def __getattr__(name: str) -> Any:
-    return getattr(contrib, name)
+__all__ = moved.__all__
+__getattr__ = names_of(moved, __name__)

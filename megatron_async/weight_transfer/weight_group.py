@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
-
 import megatron_async.weights.group as moved
+from megatron_async.former_address import names_of
 
-warnings.warn(
-    "megatron_async.weight_transfer.weight_group is now megatron_async.weights.group",
-    DeprecationWarning,
-    stacklevel=2,
-)
-
-
-def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return getattr(moved, name)
+__getattr__ = names_of(moved, __name__)
