@@ -208,7 +208,7 @@ class SamplingParams:
         )
 
     def for_ranking(self) -> SamplingParams:
-        """With log-probabilities of the generated tokens, if sequences are chosen by them."""
+        """The same with log-probabilities of generated tokens, if sequences are chosen by them."""
         if self.num_sequences == self.n or self.wants_log_probs:
             return self
         return dataclasses.replace(self, return_log_probs=True, skip_prompt_log_probs=True)

@@ -97,7 +97,7 @@ class DecodeWorkload(Workload):
             self.add_rows([self._row(batch_size, one) for one in found])
 
     def _start(self, requests: list[Request], depth: int, drafts: Drafts) -> Started:
-        """With a little decoded already, so that no kernel is compiled in what is timed."""
+        """Start an engine and decode a little: nothing is then compiled in what is timed."""
         rows, all_buckets = len(requests), self.args.all_buckets
         started = make_engine(self.model, rows, depth, self._load, drafts, all_buckets=all_buckets)
         few = DECODE_WARM_UP_TOKENS * drafts.window

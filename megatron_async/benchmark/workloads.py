@@ -130,7 +130,7 @@ class Workload(ABC):
         }
 
     def good_rows(self) -> list[dict[str, Any]]:
-        """Those that did not fail."""
+        """The rows that did not fail."""
         return [row for row in self.results if "error" not in row]
 
     def add_rows(self, rows: Sequence[dict[str, Any]]) -> None:

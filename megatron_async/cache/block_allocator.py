@@ -86,7 +86,7 @@ class BlockAllocator:
         self._kept.add(block)
 
     def forget_all(self) -> None:
-        """No content is worth keeping any more."""
+        """Forget all contents: none is worth keeping any more."""
         self._free.extend(self._idle)
         self._idle.clear()
         self._kept.clear()

@@ -73,7 +73,7 @@ class EventLog:
             self._events.append(Removed(block))
 
     def cleared(self) -> None:
-        """No node is known any more."""
+        """Record that no node is known any more."""
         self._hashes.clear()
         self._nodes_with.clear()
         self._events.append(Cleared())

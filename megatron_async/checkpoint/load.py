@@ -124,7 +124,7 @@ class ModelFiles:
 
     @classmethod
     def at(cls, path: str | Path) -> ModelFiles:
-        """Those of a directory or an embedded model; raises CheckpointError."""
+        """The files of a directory or an embedded model; raises CheckpointError."""
         directory = model_directory(path)
         described = _describe(directory)
         check_stored_size(directory, described.model.config, described.shapes(directory))

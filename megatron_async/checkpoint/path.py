@@ -48,8 +48,8 @@ def random_shape(path: str | Path) -> ModelConfig | None:
 
 
 def load_tokenizer(path: str | Path, tokenizer_model: str | Path | None = None) -> Tokenizer:
-    """That of a model directory, of an embedded model, or of "random:NAME", or the one that is
-    given; raises CheckpointError."""
+    """The tokenizer that is given, or that of a model directory, of an embedded model or of
+    "random:NAME"; raises CheckpointError."""
     shape = random_shape(path)
     if shape is not None and tokenizer_model is None:
         from megatron_async.models.description.made_up_tokenizer import made_up_tokenizer

@@ -98,7 +98,7 @@ class KVEventsConfig:
             raise ConfigError(f"{error}, or lower ones, for the engine of rank {rank}") from None
 
     def _extra(self, rank: int) -> int:
-        """By which the ports of a rank are higher."""
+        """The number by which the ports of a rank are higher."""
         apart = abs(_port(self.endpoint) - _port(self.replay_endpoint or ""))
         if not (_port(self.endpoint) and _port(self.replay_endpoint or "") and apart):
             return rank

@@ -164,7 +164,7 @@ class _CudaGraph:
 
 
 class _EagerCall:
-    """In place of a graph."""
+    """A call that is made anew each time, in place of a graph."""
 
     def __init__(self, device: CudaDevice, work: Callable[[], None], name: str) -> None:
         self._device = device

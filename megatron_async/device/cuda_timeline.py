@@ -77,7 +77,7 @@ class CudaTimeline:
         return self._spans_of(self._marks)
 
     def finished(self) -> list[Span]:
-        """As :meth:`spans`, what is over by now; waits for nothing."""
+        """The :meth:`spans` that are over by now; waits for nothing."""
         marks = [mark for mark in self._marks.copy() if mark.end.query()]
         spans = self._spans_of(marks)
         if marks:  # a float of milliseconds is exact enough for some seconds only

@@ -191,10 +191,10 @@ class Driver(Protocol):
         """Part them."""
 
     def give_back(self, handle: int) -> None:
-        """No memory any more."""
+        """Give memory back; the handle is of no use any more."""
 
     def free(self, address: int, size: int) -> None:
-        """No addresses any more."""
+        """Give addresses back."""
 
 
 class CudaDriver:

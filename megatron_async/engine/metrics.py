@@ -175,7 +175,7 @@ class Observers(NamedTuple):
 
     @classmethod
     def of(cls, observers: list[Any]) -> Observers:
-        """Those of ``observers``: each has some of the methods."""
+        """The methods of ``observers``, each of which has some of them."""
         return cls(
             *(
                 tuple(getattr(observer, name) for observer in observers if hasattr(observer, name))

@@ -59,7 +59,7 @@ class StopWhenARankDies:
             group.when_it_dies(runner.engine, self._died)
 
     def _died(self, error: RankDiedError) -> None:
-        """In a thread of the group's."""
+        """Stop the engine; called in a thread of the group's."""
         self._device.fail(error)
         with self._lock.gate, self._lock.mutex:
             reason = f"the engine was stopped by an error, {type(error).__name__}: {error}"

@@ -101,7 +101,7 @@ class RunFile:
             self.close()
 
     def close(self) -> None:
-        """No more entries."""
+        """Write no more entries."""
         with contextlib.suppress(OSError):  # of what could not be written
             self._file.close()
 

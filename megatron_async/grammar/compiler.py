@@ -172,7 +172,7 @@ class CompiledGrammar:
         self._first = first
 
     def matcher(self, stop_ids: Iterable[int] | None = None) -> Matcher:
-        """At the start of a text. Each sequence needs one of its own.
+        """A matcher at the start of a text. Each sequence needs one of its own.
 
         Args:
             stop_ids: the tokens that end this request's text; None for the engine's.

@@ -168,7 +168,7 @@ class DynamicInferenceContext(ForwardBatch):
 
     @property
     def cuda_graph_batch_dimensions_list(self) -> list[int]:
-        """As ``cuda_graph_token_counts``."""
+        """The same as ``cuda_graph_token_counts``."""
         return self.cuda_graph_token_counts
 
     @property
@@ -321,7 +321,7 @@ def _cache(
 
 
 def _num_cuda_graphs(count: Any) -> int | None:
-    """As given; None and -1 are all."""
+    """The number that is given; None and -1 are all."""
     if count is None or (count == -1 and not isinstance(count, bool)):
         return None
     try:
@@ -347,7 +347,7 @@ def _of_latents(keywords: dict[str, Any]) -> dict[str, Any]:
 
 
 def _max_requests(keywords: dict[str, Any]) -> Any:
-    """As given, or one for each block that the cache will have."""
+    """The number that is given, or one for each block that the cache will have."""
     if keywords.get("max_requests") is not None:
         return keywords["max_requests"]
     names = ("num_layers", "num_attention_heads", "kv_channels", "params_dtype", "buffer_size_gb")
@@ -372,7 +372,7 @@ def _max_requests(keywords: dict[str, Any]) -> Any:
 
 
 def _max_tokens(keywords: dict[str, Any], max_requests: Any) -> Any:
-    """As given, or room for some chunks next to full decode rows, as an engine's own default."""
+    """What is given, or room for some chunks next to full decode rows, as engines have it."""
     if keywords.get("max_tokens") is not None:
         return keywords["max_tokens"]
     length = keywords.get("max_sequence_length")

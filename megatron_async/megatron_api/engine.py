@@ -226,7 +226,7 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
     def step(
         self, sampling_params: Any = None
     ) -> tuple[list[DynamicInferenceRequest], list[DynamicInferenceRequest], float]:
-        """As :meth:`step_legacy`, which it is in megatron-core too."""
+        """The same as :meth:`step_legacy`, as in megatron-core."""
         return self._step_of_requests()
 
     def _step_of_requests(

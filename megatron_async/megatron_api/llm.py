@@ -125,7 +125,7 @@ class MegatronLLM(_LLM):
         self._set(paused=False)
 
     def suspend(self) -> None:
-        """As :meth:`pause`, until :meth:`resume`."""
+        """The same as :meth:`pause`, until :meth:`resume`."""
         self._set(suspended=True)
 
     def resume(self) -> None:
@@ -137,7 +137,7 @@ class MegatronLLM(_LLM):
         self._shutdown()
 
     def wait_for_shutdown(self) -> None:
-        """Until :meth:`shutdown` was called."""
+        """Wait until :meth:`shutdown` was called."""
         self._ended.wait()
 
     def __enter__(self) -> MegatronLLM:
@@ -177,7 +177,7 @@ class MegatronAsyncLLM(_LLM):
         await asyncio.to_thread(self._set, paused=False)
 
     async def suspend(self) -> None:
-        """As :meth:`pause`, until :meth:`resume`."""
+        """The same as :meth:`pause`, until :meth:`resume`."""
         await asyncio.to_thread(self._set, suspended=True)
 
     async def resume(self) -> None:
@@ -189,7 +189,7 @@ class MegatronAsyncLLM(_LLM):
         await asyncio.to_thread(self._shutdown)
 
     async def wait_for_shutdown(self) -> None:
-        """Until :meth:`shutdown` was called."""
+        """Wait until :meth:`shutdown` was called."""
         await asyncio.to_thread(self._ended.wait)
 
     async def __aenter__(self) -> MegatronAsyncLLM:

@@ -19,7 +19,8 @@ from megatron.core.inference.contexts import BaseInferenceContext  # isort: skip
 
 
 def outside_inference_mode() -> contextlib.AbstractContextManager[Any]:
-    """For tensors that other threads write to: a script may run in ``torch.inference_mode()``."""
+    """Leave ``torch.inference_mode()``, in which a script may run: for tensors that other threads
+    write to."""
     if torch.is_inference_mode_enabled():
         return torch.inference_mode(False)
     return contextlib.nullcontext()
@@ -109,7 +110,7 @@ class TextGenerationController:
 
     @classmethod
     def over(cls, served: ServedModel) -> TextGenerationController:
-        """That of a model which was loaded."""
+        """The wrapper of a model that was loaded."""
         made = cls(served.network, served.tokenizer)
         made.served = served
         return made

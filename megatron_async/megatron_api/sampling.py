@@ -42,7 +42,7 @@ def own_params(params: Any, log_probs_mode: str | None = None) -> Any:
 
 
 def own_params_of_all(params: Any, log_probs_mode: str | None = None) -> Any:
-    """As :func:`own_params`, of a list too."""
+    """What :func:`own_params` returns, of a list too."""
     if isinstance(params, list | tuple):
         return [own_params(each, log_probs_mode) for each in params]
     return own_params(params, log_probs_mode)

@@ -110,7 +110,7 @@ class Batch(Protocol):
         weight: Tensor,
         eps: float,
     ) -> None:
-        """On CUDA: append latents from the packed projection, normed and rotated, and rotate
+        """Append latents from the packed projection on CUDA, normed and rotated, and rotate
         ``query`` into ``out``."""
         ...
 

@@ -125,7 +125,7 @@ class ModelParallel:
         return total
 
     def _peer_sum(self, size: int, like: Tensor) -> PeerSum | None:
-        """That of rows of ``size``; None where this rank has none."""
+        """The kernel for rows of ``size``; None where this rank has none."""
         if self.tensor_words is None or like.dtype != torch.bfloat16 or not like.is_contiguous():
             return None
         if size not in self._peer_sums:
@@ -261,7 +261,7 @@ _current: ModelParallel | None = None
 
 
 def current() -> ModelParallel | None:
-    """That of this process, for models built from now on; None for one rank."""
+    """The ranks of this process, for models built from now on; None for one rank."""
     return _current
 
 

@@ -117,7 +117,7 @@ class ModelDescription:
 
     @classmethod
     def of(cls, network: Network, recurrent_state_dtype: str | None = None) -> ModelDescription:
-        """That of a network whose recurrent layers keep sums in ``recurrent_state_dtype``; None is
+        """Describe a network whose recurrent layers keep sums in ``recurrent_state_dtype``; None is
         the model's."""
         states = network.recurrent_state_spec
         return cls(

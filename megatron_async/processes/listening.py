@@ -27,7 +27,7 @@ def listen_at(address: str, port: int) -> socket.socket:
 
 
 def own_address(address: str, port: int) -> str:
-    """That of this host from which another one, or this one, is reached; raises OSError."""
+    """The address of this host at which another one, or this one, reaches it; raises OSError."""
     family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as towards:
         towards.connect(place)  # nothing is sent

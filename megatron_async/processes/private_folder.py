@@ -74,7 +74,7 @@ def renew_private_folder(folder: str) -> None:
 
 
 def remove_private_folder(folder: str) -> None:
-    """With all that is in it."""
+    """Remove a folder with all that is in it."""
     shutil.rmtree(folder, ignore_errors=True)
     let_go(folder)
 

@@ -126,12 +126,12 @@ class Spool(io.TextIOBase):
 
 
 def said_as_text(count: int) -> str:
-    """As the log of a process has it."""
+    """The line about lost lines, as the log of a process has it."""
     return f"{count} lines of this log were lost, because nobody read standard error"
 
 
 def said_as_json(count: int) -> str:
-    """As a line of JSON."""
+    """The same as a line of JSON."""
     line = {"time": round(time.time(), 3), "level": "warning", "lost_lines": count}
     return json.dumps({**line, "message": said_as_text(count)})
 
@@ -155,5 +155,5 @@ def drain() -> None:
 
 
 def lost_lines() -> int:
-    """That found no room since :func:`unblock`."""
+    """How many lines have found no room since :func:`unblock`."""
     return sys.stderr.lost if isinstance(sys.stderr, Spool) else 0

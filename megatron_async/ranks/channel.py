@@ -241,7 +241,7 @@ def _nameless_file() -> int:
 
 
 class ConnectionSender:
-    """Over hosts: through the connections, one after the other."""
+    """Sends over hosts: through the connections, one after the other."""
 
     def __init__(self, sends: Sequence[Callable[[bytes], None]]) -> None:
         self._sends = sends

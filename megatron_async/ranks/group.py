@@ -338,7 +338,7 @@ def check_free() -> None:
 
 
 def _watch(group_of: weakref.ref[RankGroup]) -> None:
-    """In a thread, until the group has ended or nobody has it any more."""
+    """Watch the ranks in a thread, until the group has ended or nobody has it any more."""
     goes_on = True
     while goes_on:
         group = group_of()

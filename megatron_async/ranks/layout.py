@@ -39,7 +39,7 @@ class Layout:
 
     @classmethod
     def of(cls, config: EngineConfig) -> Layout:
-        """That of a configuration."""
+        """The layout that a configuration asks for."""
         return cls(
             config.tensor_model_parallel_size,
             config.pipeline_model_parallel_size,
@@ -76,7 +76,7 @@ class Layout:
         return tuple(range(tensor_rank, self.world_size, self.tensor))
 
     def copies(self, tensor_rank: int) -> tuple[int, ...]:
-        """Those of them that are in the last stage."""
+        """The :meth:`listeners` that are in the last stage."""
         last = self.pipeline - 1
         return tuple(r for r in self.listeners(tensor_rank) if self.stage(r) == last)
 

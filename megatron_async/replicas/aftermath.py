@@ -36,13 +36,13 @@ class Aftermath:
             )
 
     def add(self, processes: Iterable[psutil.Process]) -> None:
-        """To be killed with all that they have started."""
+        """Have these processes killed, with all that they have started."""
         for each in processes:
             with contextlib.suppress(psutil.Error):
                 self._say(f"{each.pid} {each.create_time()!r}")
 
     def keep_folder(self) -> None:
-        """For its log."""
+        """Keep the folder for its log."""
         self._say(KEEP)
 
     def begin(self) -> None:

@@ -130,7 +130,7 @@ class ReplicasClient:
 
     @property
     def state(self) -> str:
-        """As of an ``EngineClient``: "ready" while any replica is."""
+        """The state, as an ``EngineClient`` has it: "ready" while any replica is."""
         if self._usable():
             return "ready"
         return "dead" if self._has_been_ready or self._given_up else "starting"

@@ -104,8 +104,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _listen_where_the_node_does() -> None:
-    """In a replica, before its server of calls begins to listen: Ray Serve has it listen at all
-    addresses, also where the rest of Ray is for this machine alone."""
+    """Have a replica's server of calls listen at the loopback address where Ray does. Called before
+    it begins: Ray Serve has it listen at all addresses, wherever the rest of Ray listens."""
     if not ipaddress.ip_address(ray.util.get_node_ip_address()).is_loopback:
         return
     server: Any = type(grpc.aio.server())

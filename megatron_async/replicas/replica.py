@@ -36,7 +36,7 @@ class Replica:
 
     @property
     def is_ready(self) -> bool:
-        """It may get requests."""
+        """Whether it may get requests."""
         if self.leaves:
             return False
         try:
@@ -51,7 +51,7 @@ class Replica:
         return not self.own or self.client.state != "ready"
 
     def leave(self) -> None:
-        """It gets no more requests."""
+        """Have it get no more requests."""
         self.leaves = True
         self._changes.tell()
 

@@ -9,7 +9,7 @@ from megatron_async.step.extras import MAX_TOP_LOG_PROBS
 
 
 class Range(NamedTuple):
-    """From ``low`` to ``high``, both included."""
+    """The numbers from ``low`` to ``high``, both included."""
 
     low: float
     high: float

@@ -259,7 +259,7 @@ class Rollout:
 
     @property
     def is_truncated(self) -> bool:
-        """It did not end by itself: its length did it, or it was aborted or failed."""
+        """Whether something else than the text ended it: its length, an abort or an error."""
         return self.finish_reason is not FinishReason.STOP
 
 

@@ -46,7 +46,7 @@ def request_to_json(request: Any) -> dict[str, Any]:
 
 
 def _top_to_json(top: dict[Any, float]) -> Any:
-    """By text as pairs: in JSON text token ids are strings too."""
+    """Lists by text become pairs: in JSON text token ids are strings too."""
     by_text = any(isinstance(token, str) for token in top)
     return [[token, of] for token, of in top.items()] if by_text else top
 

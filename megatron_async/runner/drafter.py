@@ -61,7 +61,7 @@ class Drafter(Protocol):
         which are those of the pending logits; None if nobody needs them."""
 
     def prefill(self, tokens: MixedTokens, hidden_states: Tensor | None) -> None:
-        """Behind a forward with prefill chunks: take what its tokens tell about their requests.
+        """Take what the tokens of a forward with prefill chunks tell about their requests.
 
         Args:
             hidden_states: ``[T, hidden]``; None if nobody needs them.

@@ -303,7 +303,7 @@ class ModelRunner:
             self._sample_oldest()
 
     def settle(self) -> None:
-        """Before the end: take what the last stage has told and this one has not taken, which the
+        """Take, before the end, what the last stage has told and this one has not taken, which the
         next engine over these ranks would find. Nobody has sampled the ticket launched last."""
         with contextlib.suppress(Exception):  # of a device that has failed
             while len(self._unsampled) > 1:

@@ -25,7 +25,7 @@ class PromptTargets(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan) -> PromptTargets:
-        """Those that a plan asks for."""
+        """The targets that a plan asks for."""
         tokens: list[int] = []
         ids: list[int] = []
         at = plan.decode_tokens

@@ -58,7 +58,8 @@ class StepCosts:
         self._costs = [{window: seconds[rows, window] for window in windows} for rows in self._rows]
 
     def of(self, rows: int) -> dict[int, float]:
-        """By window, of the smallest measured step that holds ``rows`` rows, or of the largest."""
+        """The costs by window of the smallest measured step that holds ``rows`` rows, or of the
+        largest one."""
         index = bisect.bisect_left(self._rows, rows)
         return self._costs[min(index, len(self._costs) - 1)]
 

@@ -191,7 +191,7 @@ class Sequence:
         self.node = self.registered = 0
 
     def restart(self) -> None:
-        """While it waits in the queue, and nothing of it is in flight: begin behind the prompt."""
+        """Begin behind the prompt; it waits in the queue, and nothing of it is in flight."""
         del self.tokens[self.prompt_length :]
         self.launched = 0
         if self.wants_prompt_log_probs:

@@ -328,7 +328,7 @@ class RequestTable:
         self.prefixes.check()
 
     def check_idle(self) -> None:
-        """With nothing in flight and no request left, everything must have come back.
+        """Check that all has come back, with nothing in flight and no request left.
 
         Raises:
             IntegrityError: a block, a slot or a request is lost.

@@ -128,7 +128,7 @@ class Plan(NamedTuple):
         return sum(self.rows.windows[: self.decode_rows]) or self.decode_rows
 
     def sampled(self, rows: Iterable[T]) -> Iterable[T]:
-        """Those of ``rows``, one for each row of the forward, whose logits are sampled."""
+        """The items of ``rows``, one for each row of the forward, whose logits are sampled."""
         if not self.prefills:
             return rows
         last_chunks = [chunk.samples for chunk in self.prefills]

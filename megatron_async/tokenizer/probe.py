@@ -88,7 +88,7 @@ def _check_ids(tokens: Iterable[tuple[str, int]]) -> None:
 
 
 def _added_tokens(text: str) -> Iterator[tuple[str, int]]:
-    """Those that the file adds, by the ids that it says: the library may give them others."""
+    """The tokens that the file adds, by the ids that it says: the library may give them others."""
     for found in _ADDED.finditer(text):
         tokens, _ = json.JSONDecoder().raw_decode(text, found.end() - 1)
         for token in tokens:
@@ -131,7 +131,7 @@ def _check_text(tokenizer: tokenizers.Tokenizer, text: str) -> None:
 
 
 def _check_normalizer(tokenizer: tokenizers.Tokenizer) -> None:
-    """By all characters of the first two planes."""
+    """Try the normalizer with all characters of the first two planes."""
     if tokenizer.normalizer is None:
         return
     for start in range(0, 2 * PLANE, _CHUNK):

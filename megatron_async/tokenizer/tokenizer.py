@@ -325,7 +325,7 @@ class Tokenizer:
         return _WindowStream(self._tokenizer, skipped, prompt)
 
     def special_tokens(self, texts: Iterable[str]) -> dict[int, str]:
-        """Those of ``texts`` that are special tokens, by id."""
+        """The special tokens among ``texts``, by id."""
         named = {self._tokenizer.token_to_id(text): text for text in texts}
         return {token_id: text for token_id, text in named.items() if token_id in self.special_ids}
 

@@ -49,7 +49,7 @@ def room_to_send(placement: Placement, device: torch.device) -> Room:
 
 
 def send(placement: Placement, room: Room) -> None:
-    """As rank 0: send all, and copy this rank's shares."""
+    """Send all as rank 0, and copy this rank's shares."""
     with torch.inference_mode():
         for tensor, share in zip(placement.tensors.values(), placement.shares, strict=True):
             there = tensor.detach()
@@ -61,7 +61,7 @@ def send(placement: Placement, room: Room) -> None:
 
 
 def receive(infos: Sequence[TensorInfo], shares: Shares, room: Room) -> None:
-    """As another rank: take all, and copy this rank's shares."""
+    """Take all as another rank, and copy this rank's shares."""
     with torch.inference_mode():
         for info, share in zip(infos, shares, strict=True):
             there = room.tensor(info.dtype, info.shape)
@@ -71,7 +71,7 @@ def receive(infos: Sequence[TensorInfo], shares: Shares, room: Room) -> None:
 
 
 def _lies_well(tensor: Tensor, device: torch.device) -> bool:
-    """It can be sent from where it is."""
+    """Whether it can be sent from where it is."""
     return tensor.device == device and tensor.is_contiguous()
 
 

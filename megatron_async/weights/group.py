@@ -81,7 +81,7 @@ class WeightGroup:
             ) from error
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:
-        """As the trainer: send all weights of a state dict, each in its dtype.
+        """Send all weights of a state dict as the trainer, each in its dtype.
 
         Raises:
             CheckpointError: one cannot be sent, or a rank of the engine refuses what is announced;
@@ -99,7 +99,7 @@ class WeightGroup:
             self._broadcast(tensor.detach().contiguous())
 
     def receive(self) -> dict[str, Tensor]:
-        """As a rank of the engine: what the trainer sends, in memory of its own.
+        """Receive what the trainer sends as a rank of the engine, in memory of its own.
 
         Raises:
             CheckpointError: what is announced are no tensors, or too large for the memory. Or the

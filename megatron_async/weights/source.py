@@ -51,7 +51,7 @@ class WeightSource(Protocol):
 
     @property
     def path(self) -> str | None:
-        """From where a recorded run reads them again; None if they are in no file."""
+        """The path from which a recorded run reads them again; None if they are in no file."""
 
     def read(self, model: GPTModel) -> Mapping[str, Any]:
         """The tensors, by name; raises CheckpointError for what cannot be read."""

@@ -135,7 +135,7 @@ class SharedWeights:
 
     @property
     def engines(self) -> list[Any]:
-        """In the order in which they joined."""
+        """The engines in the order in which they joined."""
         alive = {number: ref for number, ref in self._engines.items() if ref() is not None}
         self._engines = alive
         return [engine for ref in alive.values() if (engine := ref()) is not None]

@@ -153,7 +153,7 @@ def are_the_same(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _own_targets(model: GPTModel, *, whole: bool) -> dict[str, Target]:
-    """Under megatron-core's names, experts stacked; a tied output layer is the embedding."""
+    """Targets by megatron-core's names, experts stacked; a tied output layer is the embedding."""
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     if not whole:
         targets = {name: Target(tensor, tuple(tensor.shape)) for name, tensor in named.items()}

@@ -41,7 +41,7 @@ class TensorInfo(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def to_json(self) -> list[Any]:
-        """In plain types."""
+        """The same in plain types."""
         return [self.name, str(self.dtype).removeprefix("torch."), list(self.shape)]
 
     @classmethod

@@ -122,8 +122,8 @@ class WeightTransfer:
 
 
 def _wait_for_trainer(address: str, port: int, given_up: threading.Event) -> None:
-    """Until it listens. The store's own wait cannot be interrupted, and lasts for minutes where a
-    trainer has ended before it got there."""
+    """Wait until the trainer listens. The store's own wait cannot be interrupted, and lasts for
+    minutes where a trainer has ended before it got there."""
     end = time.monotonic() + TIMEOUT_SECONDS
     while True:
         try:

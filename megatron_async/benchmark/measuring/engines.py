@@ -108,8 +108,8 @@ def decode_config(
     most_prefill: int | None = None,
     spare_rows: int = 0,
 ) -> EngineConfig:
-    """For exactly this work: the cache holds ``rows`` requests at full length, and ``spare_rows``
-    more; ``most_prefill`` tokens are prefilled at once."""
+    """The configuration for exactly this work: the cache holds ``rows`` requests at full length,
+    and ``spare_rows`` more; ``most_prefill`` tokens are prefilled at once."""
     most_prefill = MOST_PREFILL_TOKENS if most_prefill is None else most_prefill
     return _config(
         model,

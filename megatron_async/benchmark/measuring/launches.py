@@ -21,7 +21,7 @@ from megatron_async.runner.cuda_graphs import MIXED
 
 
 class LaunchTimes(NamedTuple):
-    """In milliseconds of the device.
+    """Launches of a run, in milliseconds of the device.
 
     ``inside_share`` is the share of the time from the first launch's begin to the last one's end
     that lies inside a launch. A launch is one graph replay, or the kernels of a step with prefill

@@ -79,7 +79,7 @@ class Names:
 
 
 def nothing(fields: Fields) -> dict[str, Any]:
-    """For families that :func:`common` describes as they are."""
+    """Return no further fields, for families that :func:`common` describes as they are."""
     return {}
 
 

@@ -58,7 +58,7 @@ def mamba_fields(fields: Fields, *, expanded: bool = False) -> dict[str, Any]:
 
 
 def _numbers(values: Any) -> list[float]:
-    """Those of a list, of which an infinite one may be stored as an object."""
+    """The numbers of a list; an infinite one may be stored as an object."""
     infinite = {"__float__": "Infinity"}
     if not isinstance(values, list | tuple):
         return []

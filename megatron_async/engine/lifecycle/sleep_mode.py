@@ -33,7 +33,7 @@ class Memory:
 
     @property
     def can_sleep(self) -> bool:
-        """It was built so that it can be given back."""
+        """Whether it was built so that it can be given back."""
         return self._weights is not None and bool(self._kv_caches)
 
     def release(self, *, keep_weights: bool) -> None:

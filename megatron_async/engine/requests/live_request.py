@@ -153,7 +153,7 @@ class LiveRequest:
 def _stop_reason(
     request: DynamicInferenceRequest, token: int | None, eos_token_ids: frozenset[int]
 ) -> int | None:
-    """As in vLLM the model's own end token is none."""
+    """The end token as a stop reason; as in vLLM the model's own is none."""
     params = request.sampling_params
     has_own = not params.ignore_eos and params.termination_id != -1
     return None if has_own and token in eos_token_ids else token

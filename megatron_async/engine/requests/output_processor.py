@@ -347,7 +347,7 @@ class OutputProcessor:
         return text
 
     def fail(self, error: EngineStoppedError) -> None:
-        """No request will end any more."""
+        """Fail all: no request will end any more."""
         self.ended += [(entry.future, error) for entry in self._entries.values()]
 
     def resolve_futures(self) -> None:

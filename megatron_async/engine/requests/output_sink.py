@@ -48,6 +48,6 @@ class SinkQueue:
                 self.sink.deliver(self.waiting.popleft())
 
     def fail(self, error: EngineStoppedError) -> None:
-        """No request will bring anything any more."""
+        """Tell the sink that no request will bring anything any more."""
         if self.sink is not None:
             self.sink.fail(error)

@@ -231,7 +231,7 @@ class RequestQueue:
         return self._change(checked_id(request_id), lambda index, key: command(key))
 
     def _change(self, request_id: int, command: Callable[[int, int], Command]) -> bool:
-        """As :meth:`change`; ``command`` gets the sequence's index too."""
+        """Do as :meth:`change` does; ``command`` gets the sequence's index too."""
         if self._lock.stopped is not None:
             return False
         siblings = self._siblings.get(request_id)

@@ -35,12 +35,12 @@ class TokenStream:
         return self._outputs.popleft()
 
     def put(self, outputs: Iterable[TokenOutput]) -> None:
-        """In the event loop: outputs have arrived."""
+        """Take outputs that have arrived; called in the event loop."""
         self._outputs.extend(outputs)
         self._arrived.set()
 
     def fail(self, error: BaseException) -> None:
-        """In the event loop: no output will arrive any more."""
+        """Learn that no output will arrive any more; called in the event loop."""
         self.failure = error
         self._arrived.set()
 
@@ -89,7 +89,7 @@ class StreamTable:
             _tell(loop, functools.partial(_put, batch))
 
     def fail(self, error: BaseException) -> None:
-        """No request will bring anything any more."""
+        """Fail all streams: no request will bring anything any more."""
         with self._lock:
             streams = list(self.streams.values())
         for stream in streams:

@@ -180,7 +180,7 @@ class Heads(NamedTuple):
     soft_cap: float = 0.0
 
     def limited(self, limits: Mapping[str, Any]) -> Heads:
-        """With a layer's ``window`` and ``soft_cap``, see ``models/layers/attention.py``."""
+        """The heads with a layer's ``window`` and ``soft_cap`` (``models/layers/attention.py``)."""
         return self._replace(
             sliding_window=limits.get("window", 0), soft_cap=float(limits.get("soft_cap", 0.0))
         )

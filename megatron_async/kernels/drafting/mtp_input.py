@@ -20,7 +20,7 @@ class NormParameters(NamedTuple):
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        """With PyTorch."""
+        """Norm ``x`` with PyTorch."""
         if self.bias is None:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)

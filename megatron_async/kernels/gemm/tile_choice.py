@@ -336,7 +336,7 @@ def balanced(
 def short_list(
     problem: GemmProblem, count: int, *, tma: bool, sm_count: int, limit: int = SHARED_BYTES
 ) -> list[TileConfig]:
-    """Those of :func:`balanced`, and what other numbers of rows take; of many rows all with TMA."""
+    """The configs of :func:`balanced` and of other numbers of rows; for many rows all with TMA."""
     if problem.rows > ANY_SHAPE_ROWS:
         return deepest(problem, tma=tma, sm_count=sm_count, limit=limit)
     known = known_configs(problem.n, problem.k)
@@ -344,7 +344,7 @@ def short_list(
 
 
 def neighbours(config: TileConfig) -> Iterator[TileConfig]:
-    """Those that differ in one field, or that trade one against another."""
+    """The configs that differ in one field, or that trade one against another."""
     yield from (config._replace(stages=s) for s in range(2, 14))
     yield from (config._replace(warps_n=w) for w in range(1, 17))
     yield from (config._replace(row_tiles=r) for r in range(1, 17 if config.tma else 5))

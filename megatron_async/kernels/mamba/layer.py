@@ -112,7 +112,7 @@ class LayerStates(NamedTuple):
 
     @property
     def null_slot(self) -> int:
-        """It is read as zeros, and what is written to it nobody reads."""
+        """The slot that is read as zeros; nobody reads what is written to it."""
         return self.ssm.shape[0] - 1
 
 

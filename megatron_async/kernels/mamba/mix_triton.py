@@ -78,7 +78,7 @@ def _taps(
 
 @triton.jit
 def _activated(total, bias, dtype: tl.constexpr):
-    """As the layer's dtype has it, in float32."""
+    """The activated sum as the layer's dtype has it, in float32."""
     return silu(total + bias).to(dtype).to(tl.float32)
 
 

@@ -92,7 +92,7 @@ def unsupported(parameters: MambaParameters) -> str | None:
 
 
 def norm_kind(norm: GatedNorm | None) -> int:
-    """As the kernels take it."""
+    """The kind of norm, as the kernels take it."""
     if norm is None:
         return NO_NORM
     return NORM_BEFORE_GATE if norm.before_gate else NORM_AFTER_GATE

@@ -160,7 +160,7 @@ def gated_norm(y: Tensor, z: Tensor, norm: GatedNorm | None) -> Tensor:
 
 
 def _silu(x: Tensor) -> Tensor:
-    """In operations whose bits do not depend on an element's place
+    """SiLU in operations whose bits do not depend on an element's place
     (``models/layers/activation.py``)."""
     return x / (1 + torch.exp(-x))
 

@@ -115,7 +115,8 @@ def activate(x: Tensor, activation: ExpertActivation) -> Tensor:
 
 
 def _function(x: Tensor, name: str) -> Tensor:
-    """In operations that treat each element alike on the CPU (``models/layers/activation.py``)."""
+    """The activation, in operations that treat each element alike on the CPU
+    (``models/layers/activation.py``)."""
     if name == "silu":
         return x / (1 + torch.exp(-x))
     if name == "quick_gelu":
@@ -192,7 +193,7 @@ def _one_expert_after_another(
     b1: Tensor | None,
     b2: Tensor | None,
 ) -> Tensor:
-    """On the CPU, where values may be read: an expert without tokens costs nothing."""
+    """Run the experts on the CPU, where values may be read: one without tokens costs nothing."""
     tokens, places = ids.shape
     out = hidden.new_zeros(tokens * places, w2.shape[1])
     flat = ids.flatten()
@@ -208,7 +209,7 @@ def _one_expert_after_another(
 
 
 def _grouped_mm_takes(hidden: Tensor, w1: Tensor, w2: Tensor) -> bool:
-    """Not in training: what alignment the gradients of groups need is not documented."""
+    """Whether a grouped product takes these; not in training, where its alignment is unknown."""
     if torch.is_grad_enabled() and w1.requires_grad:
         return False
     sizes = (*w1.shape[1:], *w2.shape[1:])

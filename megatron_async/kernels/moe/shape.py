@@ -43,7 +43,7 @@ class MoeShape:
         return self.settings.top_k + self.shared
 
     def most_experts(self, rows: int) -> int:
-        """That ``rows`` rows may need, shared ones included."""
+        """The most experts that ``rows`` rows may need, shared ones included."""
         return min(self.held, rows * self.settings.top_k) + self.shared
 
 

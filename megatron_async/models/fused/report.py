@@ -33,7 +33,7 @@ class Block(NamedTuple):
 
     @property
     def is_fused(self) -> bool:
-        """In some steps at least."""
+        """Whether it is fused, in some steps at least."""
         return self.reason is None or bool(self.rows)
 
 

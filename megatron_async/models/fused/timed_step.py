@@ -54,7 +54,7 @@ class FusedStep:
 
     @property
     def gemms(self) -> dict[str, Gemm]:
-        """By name, see :class:`~.decoder.FusedDecoder`; the projection is "eh_proj"."""
+        """The GEMMs by name, see :class:`~.decoder.FusedDecoder`; the projection is "eh_proj"."""
         found = dict(self.decoder.gemms)
         if self._mtp is not None:
             found["eh_proj"] = self._mtp.gemms["eh_proj"]
@@ -155,7 +155,7 @@ class Rig:
         waiting_grids.release(self)
 
     def _states(self) -> SimpleNamespace | None:
-        """Like a pool with a slot for each row, of a model with recurrent layers."""
+        """What a pool with a slot for each row has; None without recurrent layers."""
         spec = recurrent_state_spec(self.model)
         if spec is None:
             return None

@@ -108,7 +108,7 @@ def _log_torch(reason: str) -> None:
 
 
 def step_rows(context: Any) -> StepRows:
-    """Those of the forward that runs now; its first layer makes them."""
+    """The rows of the forward that runs now; its first layer makes them."""
     pool = context.states
     if pool.step_rows is None:
         if pool.window_rows is None:

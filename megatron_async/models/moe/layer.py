@@ -52,7 +52,7 @@ Initialize = Callable[[Tensor], Any]
 
 
 def _parameter(config: Any, initialize: Initialize | None, *shape: int) -> torch.nn.Parameter:
-    """On the device that the model is built on; zeros without ``initialize``."""
+    """A parameter on the device that the model is built on; zeros without ``initialize``."""
     device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
     weight = torch.empty(shape, dtype=config.params_dtype, device=device)
     if initialize is None:

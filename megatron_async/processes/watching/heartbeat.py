@@ -32,11 +32,11 @@ class Heartbeats:
         self._next = 0.0
 
     def heard(self, rank: int) -> None:
-        """It has said something, whatever it was."""
+        """Note that a rank has said something, whatever it was."""
         self._owed[rank] = 0
 
     def wait_seconds(self, now: float) -> float:
-        """Until all are to be asked; infinite if they never are."""
+        """Seconds until all are to be asked; infinite if they never are."""
         return max(0.0, self._next - now) if self.interval else math.inf
 
     def begin(self, now: float) -> None:

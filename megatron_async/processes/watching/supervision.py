@@ -173,7 +173,7 @@ class Start:
         self._next = SHOWN_SECONDS
 
     def show(self, doing: str) -> None:
-        """It does this now."""
+        """Note what the process does now."""
         seconds = self._clock() - self._began
         if seconds >= self._next:
             self._next = 2 * seconds

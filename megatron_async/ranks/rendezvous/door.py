@@ -62,7 +62,7 @@ class Proofs(NamedTuple):
         return hmac.digest(self.secret, said, hashlib.sha256)
 
     def call(self, connection: socket.socket, *, leads: bool) -> Call:
-        """Over a connection whose other end has proved itself."""
+        """A call over a connection whose other end has proved itself."""
         connection.setblocking(True)
         if connection.family == socket.AF_UNIX:
             return Call(connection.detach())

@@ -55,7 +55,7 @@ def _content_of(path: str) -> bytes:
 
 
 def address_of_leader() -> str:
-    """At which other hosts find rank 0."""
+    """The address at which other hosts find rank 0."""
     return os.environ.get("MASTER_ADDR") or socket.gethostname()
 
 

@@ -127,7 +127,7 @@ class Link:
             raise self._broken(error) from None
 
     def _send_rest(self) -> None:
-        """In a thread, until nothing is left."""
+        """Send in a thread, until nothing is left."""
         error: RuntimeError | None = None
         while True:
             work = self._unsent[0]

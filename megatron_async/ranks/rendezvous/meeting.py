@@ -91,7 +91,7 @@ def _leads_store() -> bool:
 
 
 def _serve_store(world_size: int) -> dist.Store:
-    """As torch does, which would listen at all addresses of the host."""
+    """Serve torch's store; torch itself would listen at all addresses of the host."""
     port = environment_number("MASTER_PORT", 0)
     with listen_as_leader(port) as server:
         return dist.TCPStore(

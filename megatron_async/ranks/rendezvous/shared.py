@@ -23,7 +23,7 @@ STORE = "store"
 
 
 class Shared(NamedTuple):
-    """For all ranks of a host.
+    """What all ranks of a host share.
 
     Args:
         folder: that this user alone may enter, with the store in which torch.distributed meets.
@@ -85,6 +85,6 @@ def make_folder() -> str:
 
 
 def remove_folder(folder: str | None) -> None:
-    """With all that is in it."""
+    """Remove the folder with all that is in it."""
     if folder is not None:
         remove_private_folder(folder)

@@ -42,7 +42,7 @@ class AttentionMetadata(NamedTuple):
 
 
 def no_tokens(device: torch.device) -> AttentionMetadata:
-    """Before the first forward."""
+    """The metadata before the first forward."""
     nothing = torch.zeros(1, dtype=torch.int64, device=device)
     return AttentionMetadata(nothing, nothing, nothing, 0, nothing)
 

@@ -194,7 +194,7 @@ class ForwardBatch(BaseInferenceContext):
         weight: torch.Tensor,
         eps: float,
     ) -> None:
-        """On CUDA: append latents from the packed projection, normed and rotated, and rotate
+        """Append latents from the packed projection on CUDA, normed and rotated, and rotate
         ``query`` into ``out``, in one kernel (``kernels/attention/latent_append.py``)."""
         self.attention.append_latent(self.metadata, layer, query, packed, out, cos_sin, weight, eps)
 

@@ -204,7 +204,7 @@ class Chat:
         tokenizer_model: str | None = None,
         tool_format: str | None = None,
     ) -> Chat:
-        """That of a model directory; raises CheckpointError."""
+        """The chat of a model directory; raises CheckpointError."""
         from megatron_async.serving.chat.chat_template import ChatTemplates
         from megatron_async.serving.chat.template_sandbox import MAX_SECONDS
 

@@ -69,8 +69,8 @@ class ChatTemplates:
         chat_template: str | Path | None = None,
         tokenizer_model: str | Path | None = None,
     ) -> ChatTemplates:
-        """Those of a model directory, or of "tiny", as transformers finds them: files of their own
-        go before ``tokenizer_config.json``. There may be none.
+        """The templates of a model directory, or of "tiny", as transformers finds them: files of
+        their own go before ``tokenizer_config.json``. There may be none.
 
         Args:
             chat_template: a file whose template is taken instead.

@@ -32,14 +32,14 @@ class _Message:
         }
 
     def item(self, status: str) -> dict[str, Any]:
-        """It is empty at first."""
+        """The item as it is by now, empty at first."""
         content = [] if status == "in_progress" else [self.part]
         role = {"role": "assistant", "content": content}
         return {"id": self.item_id, "type": "message", "status": status, **role}
 
     @property
     def where(self) -> dict[str, Any]:
-        """In the response."""
+        """Its place in the response."""
         return {"item_id": self.item_id, "output_index": self.place, "content_index": 0}
 
     def begin(self) -> Iterator[Event]:
@@ -76,7 +76,7 @@ class _Call:
     arguments: list[str] = field(default_factory=list)
 
     def item(self, status: str) -> dict[str, Any]:
-        """With the arguments that it has so far."""
+        """The item with the arguments that it has by now."""
         return {
             "id": self.item_id,
             "type": "function_call",
@@ -88,7 +88,7 @@ class _Call:
 
     @property
     def where(self) -> dict[str, Any]:
-        """In the response."""
+        """Its place in the response."""
         return {"item_id": self.item_id, "output_index": self.place}
 
     def begin(self) -> Iterator[Event]:

@@ -120,7 +120,7 @@ class Controls:
             self._threads.begin(self._live.stop, "live")  # which waits for a step
 
     def close(self) -> None:
-        """Those in progress get a moment to answer."""
+        """End; controls in progress get a moment to answer."""
         self._threads.close(self._requests.wake_waiters)
 
     # --- controls -----------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class Controls:
         return {"aborted": self._requests.end_all("abort")}
 
     def wake_up(self, tags: list[str] | None = None) -> dict[str, Any]:
-        """Take it back."""
+        """Take the memory back that ``sleep`` gave."""
         with self._switching:
             try:
                 self._engine.wake_up(tags)
@@ -256,7 +256,7 @@ class Controls:
         return {}
 
     def check_idle(self) -> dict[str, Any]:
-        """An error unless, with no request left, all slots and blocks have come back."""
+        """Check that all slots and blocks have come back; no request may be left."""
         engine = self._engine
         with engine.lock.gate, engine.lock.mutex:
             if engine.loop.has_work:
@@ -325,7 +325,7 @@ class Controls:
         self._requests.refusal = "the engine is being drained" if self._is_drained else refusal
 
     def _asleep(self) -> dict[str, Any]:
-        """Fields of a ``Kept``."""
+        """What a ``Kept`` says of sleep."""
         mode = self._engine.sleep_mode
         return {"asleep": tuple(sorted(mode.asleep)), "lost_weights": mode.lost_weights}
 

@@ -84,7 +84,7 @@ class GrammarWork:
             self._aborted.discard(self._waiting.pop(key))
 
     def take(self) -> list[Compiled]:
-        """Those that are done."""
+        """Take the requests whose grammars are done."""
         taken = []
         while self._done:
             number, compiled = self._done.popleft()

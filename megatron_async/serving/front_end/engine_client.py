@@ -79,7 +79,7 @@ class EngineClient:
 
     @property
     def states(self) -> dict[str, bool]:
-        """As of a ``ReplicasClient``, whose replicas these are: there are none."""
+        """States of replicas, as a ``ReplicasClient`` has them: there are none."""
         return {}
 
     async def connect(self) -> None:

@@ -154,7 +154,7 @@ class FrontEnds:
         self._tell(self._given_up)
 
     def signalled(self) -> None:
-        """As a signal does: let requests end; the second time do not wait for them."""
+        """Do as a signal does: let requests end; the second time do not wait for them."""
         if self._ending.is_set():
             self._tell(Stop())
         self.end()

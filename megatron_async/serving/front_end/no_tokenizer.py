@@ -16,7 +16,7 @@ SAID = (
 
 
 class NoTokenizer:
-    """In place of a :class:`~megatron_async.tokenizer.tokenizer.Tokenizer`: tokens have no text,
+    """Stands in for a :class:`~megatron_async.tokenizer.tokenizer.Tokenizer`: tokens have no text,
     and texts are errors."""
 
     bos_id: int | None = None
@@ -72,7 +72,7 @@ class _NoText(DetokenizeStream):
 
 
 class NoTemplates:
-    """In place of the templates of a :class:`~megatron_async.serving.chat.chat.Chat`."""
+    """Stands in for the templates of a :class:`~megatron_async.serving.chat.chat.Chat`."""
 
     def render_chat(
         self,

@@ -88,7 +88,7 @@ def limited_connection(
             self._is_refused = False
 
         def connection_made(self, transport: asyncio.Transport) -> None:
-            """It gets a place, if there is one."""
+            """Give a connection its place, if there is one."""
             if len(self.connections) < most:
                 super().connection_made(transport)
                 self._headers_due.start()

@@ -142,7 +142,7 @@ def current_span() -> Span | None:
 
 
 def ids_of(span: Span | None) -> dict[str, str]:
-    """For the request's log lines."""
+    """The ids for the request's log lines."""
     if span is None:
         return {}
     context = span.get_span_context()

@@ -169,7 +169,7 @@ def measure(
 
 
 def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
-    """With all that it has launched."""
+    """Seconds of ``run``, with all that it has launched."""
     started = time.perf_counter()
     run()
     if device.type == "cuda":

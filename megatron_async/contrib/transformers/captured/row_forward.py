@@ -73,7 +73,7 @@ class RowCache(Cache):
         scaling: float | None = None,
         **more: Any,
     ) -> tuple[Tensor, None]:
-        """In place of transformers' ``sdpa``."""
+        """Attention in place of transformers' ``sdpa``."""
         if self._attended is not None:
             self._check(module, query, key, value, attention_mask, dropout, more)
         new = self.pending.pop(module.layer_idx)

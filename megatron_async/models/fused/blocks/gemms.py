@@ -54,7 +54,7 @@ class Gemm:
     limit: int = field(default=SHARED_BYTES, kw_only=True)
 
     def case(self, rows: int) -> GemmProblem:
-        """It for padded ``rows``."""
+        """The problem for padded ``rows``."""
         return GemmProblem(rows, self.n, self.k, self.norm, self.epilogue)
 
     def tiling(self, rows: int) -> TileConfig | None:

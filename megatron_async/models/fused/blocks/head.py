@@ -47,7 +47,7 @@ class HeadBlock:
         )  # fmt: skip
 
     def _norm_into(self, out: Tensor, hidden: Tensor) -> None:
-        """In front of the GEMM, which brings its weights meanwhile."""
+        """Write the norm of ``hidden`` for the GEMM behind, which brings its weights meanwhile."""
         if not hidden.is_cuda:
             out.copy_(self._model.decoder.final_layernorm(hidden))
             return

@@ -104,7 +104,7 @@ class ExpertKernels:
         self._sums: RankSums | None = None
 
     def get(self, shape: MoeShape) -> MoeDecode:
-        """Those of a shape."""
+        """The kernels of a shape."""
         from megatron_async.kernels.moe.decode import MoeDecode
 
         if shape not in self._kernels:
@@ -112,7 +112,7 @@ class ExpertKernels:
         return self._kernels[shape]
 
     def sums(self, mlp: Any) -> RankSums | None:
-        """Over the ranks that have some of the experts each; None for one rank."""
+        """The sums over ranks that have some of the experts each; None for one rank."""
         ranks = getattr(mlp, "ranks", None)
         if ranks is None:
             return None
@@ -139,7 +139,7 @@ class MoeBlock:
 
     @property
     def has_waiting_grid(self) -> bool:
-        """For a few rows it has a kernel whose CTAs may wait for each other."""
+        """Whether a kernel's CTAs may wait for each other, as that for a few rows does."""
         return self._kernels.has_one_kernel
 
     def why_not(self, rows: int, context: Any) -> str | None:

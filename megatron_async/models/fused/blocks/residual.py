@@ -38,7 +38,7 @@ class Norm(NamedTuple):
 
     @property
     def parameters(self) -> tuple[Tensor, Tensor | None, float]:
-        """As a GEMM takes them."""
+        """The parameters as a GEMM takes them."""
         return self[1:]
 
 
