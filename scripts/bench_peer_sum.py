@@ -75,7 +75,7 @@ class Rows:
         )  # fmt: skip
 
     def is_right(self) -> bool:
-        """After the first call."""
+        """Whether the sum is right after the first call."""
         return self.stream.equal(self.expected) and self.scaled.equal(self.expected * self.weight)
 
 

@@ -86,7 +86,7 @@ def partings(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> li
 def beyond_ties(
     found: Sequence[Parting], gap: Callable[[Parting], float], tie: float
 ) -> list[tuple[Parting, float]]:
-    """Those whose gap of logits exceeds ``tie``, with the gap; both in units of rounding noise."""
+    """The partings whose gap of logits exceeds ``tie``, and the gap, in units of rounding noise."""
     gaps = [(parting, gap(parting)) for parting in found]
     return [(parting, size) for parting, size in gaps if not size <= tie]
 

@@ -11,7 +11,7 @@ from megatron_async.cache.state_snapshots import StateSnapshots
 ROOT = 0
 """The node before the first block of every sequence."""
 LONG_ROOT = -1
-"""That of sequences computed with the rotations of long requests."""
+"""The root of sequences computed with the rotations of long requests."""
 
 Key = tuple[int, tuple[int, ...]]
 

@@ -19,7 +19,7 @@ CONFIG_FILE = "config.json"
 IN_PACKAGE = ("tiny",)
 """The names of the models that are part of the package."""
 IN_CHECKOUT = ("tiny-moe", "tiny-hybrid")
-"""Those that only a checkout has, under ``tests/assets/``: they are there for tests."""
+"""Models that only a checkout has, under ``tests/assets/``: they are there for tests."""
 EMBEDDED = (*IN_PACKAGE, *IN_CHECKOUT)
 RANDOM = "random:"
 """Before the name of a shape: random weights, and a tokenizer of random words."""

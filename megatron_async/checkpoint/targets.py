@@ -98,7 +98,7 @@ class TensorParallel:
 
     @classmethod
     def current(cls) -> TensorParallel:
-        """As megatron's parallel state has it; one process if that is not initialised."""
+        """The ranks of megatron's parallel state; one process if that is not initialised."""
         from megatron.core import parallel_state
 
         if not parallel_state.model_parallel_is_initialized():
@@ -149,7 +149,7 @@ class Stage:
 
     @classmethod
     def of(cls, model: Any) -> Stage:
-        """That of a model that was built for the parallel state."""
+        """The ranks of a model that was built for the parallel state."""
         config = getattr(model, "config", None)
         stages = getattr(config, "pipeline_model_parallel_size", 1)
         if stages == 1:

@@ -39,7 +39,7 @@ otherwise round otherwise: tokens may differ from those before.
 """
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 _PRODUCTS = ("fc1", "fc2", "qkv", "projection", "in_proj", "out_proj", "head", "eh_proj")
-"""Those of Mamba-2 layers, and last the projection of MTP layers, where a model has some."""
+"""The GEMMs: also those of Mamba-2 layers, and last the projection of MTP layers."""
 
 
 def add_command(commands: Any) -> None:

@@ -92,7 +92,7 @@ class ModelDrafter:
             & (slots != batch.null_slot)[:, None]
             & (positions + 1 < state.max_total[slots][:, None])
         ).flatten()
-        # Those of tokens behind a request's end may have no embedding.
+        # Positions of tokens behind a request's end may have no embedding.
         positions_read = torch.where(valid, positions.flatten(), 0)
         at = torch.arange(rows, device=slots.device) * width
         if width > 1:

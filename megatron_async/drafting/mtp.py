@@ -210,7 +210,7 @@ class MtpDrafter:
         self._batch.begin(metadata)
         positions = metadata.position_ids
         if self._learns_positions:
-            # Those of tokens behind a request's end may have no embedding.
+            # Positions of tokens behind a request's end may have no embedding.
             positions = (positions + layer + 1).clamp(max=self._batch.max_sequence_length - 1)
         tokens = drafts.tokens[:, shape.columns(draft)]
         return DraftInput(

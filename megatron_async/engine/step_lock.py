@@ -53,7 +53,7 @@ class StepLock:
         return self._entry.locked()
 
     def check_outside(self) -> None:
-        """With the mutex: raises :class:`ReentrantCallError` if the caller is inside already."""
+        """Raises :class:`ReentrantCallError` if the caller is inside already; it has the mutex."""
         if self._entry.locked():
             raise ReentrantCallError(
                 "the engine is in the midst of a step that this call interrupts; from a signal's "
@@ -61,7 +61,7 @@ class StepLock:
             )
 
     def entry(self) -> AbstractContextManager[object]:
-        """With the mutex: what is held inside. Raises as :meth:`check_outside`."""
+        """What is held inside, for a caller that has the mutex. Raises as :meth:`check_outside`."""
         if self._entry.locked():
             self.check_outside()
         return self._entry

@@ -4,10 +4,10 @@ Engines then take the torch code and the modules instead; the tests turn it on. 
 group off, to compare."""
 
 MAMBA = True
-"""Those of Mamba-2 layers: rows and windows, prefill chunks."""
+"""Kernels of Mamba-2 layers: rows and windows, prefill chunks."""
 
 MOE = True
-"""Those of layers of experts in decode steps."""
+"""Kernels of layers of experts in decode steps."""
 
 MOE_ROW = True
 """Among these, the kernel for a few rows is used in place of the three."""

@@ -35,17 +35,17 @@ class Entry:
 
 
 def works(note: str) -> Entry:
-    """It does what it does in megatron-core; the note says how, or where it differs."""
+    """The name does what it does in megatron-core; the note says how, or where it differs."""
     return Entry("works", note)
 
 
 def accepted(note: str, *values: Any) -> Entry:
-    """It may be given, and changes nothing; ``values`` are those that may, all if there are none"""
+    """The name may be given, and changes nothing. Without ``values`` all may be."""
     return Entry("accepted", note, values or (ANY,))
 
 
 def refused(note: str) -> Entry:
-    """It raises an error with this reason."""
+    """The name raises an error with this reason."""
     return Entry("refused", note)
 
 

@@ -38,7 +38,7 @@ class Parent(Generic[Said]):
         return self._codec.decode(self._call.recv_bytes())
 
     def send(self, message: msgspec.Struct) -> None:
-        """From any thread. Nothing happens where nobody listens: the watching thread ends the
+        """Send from any thread. Nothing happens where nobody listens: the watching thread ends the
         process. Once it is told that this process serves, the loop that serves must :meth:`beat`.
         """
         if isinstance(message, Started):

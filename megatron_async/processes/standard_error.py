@@ -149,7 +149,7 @@ def unblock(said: Callable[[int], str] = said_as_text) -> None:
 
 
 def drain() -> None:
-    """Before a process ends at once: let what was written out, within :data:`END_SECONDS`."""
+    """Let what was written out before a process ends at once, within :data:`END_SECONDS`."""
     if isinstance(sys.stderr, Spool):
         sys.stderr.drain(END_SECONDS)
 

@@ -310,8 +310,8 @@ class ModelRunner:
                 self._sample_oldest()
 
     def skip_results(self) -> None:
-        """In place of :meth:`take`, for a caller that wants no tokens: leave those of all tickets
-        whose S has been launched. Waits for nothing."""
+        """Leave the tokens of all tickets whose S has been launched, for a caller that wants none.
+        Waits for nothing."""
         lacking = self._unsampled[0].number if self._unsampled else self._launched
         for number in range(self._skipped, lacking):
             self._results.skip(number)

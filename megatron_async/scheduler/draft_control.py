@@ -88,7 +88,7 @@ class DraftControl:
 
     @property
     def acceptance(self) -> list[float]:
-        """By the place of a draft, its probability to be accepted if those before it were."""
+        """The probability of each draft, by its place, to be accepted if those before it were."""
         counts = zip(self._accepted, self._verified, strict=True)
         return [accepted / verified for accepted, verified in counts]
 

@@ -83,13 +83,13 @@ class Endpoint(msgspec.Struct, frozen=True):
 
     @classmethod
     def private(cls) -> Endpoint:
-        """In a new directory; raises ConfigError where the path of temporary files is too long."""
+        """Sockets in a new directory; raises ConfigError where its path is too long."""
         directory = make_private_folder("commands")
         return cls(directory, secrets.token_bytes(16))
 
     @classmethod
     def over_network(cls, host: str) -> Endpoint:
-        """At two ports of ``host`` that are free now, by a key pair of CurveZMQ."""
+        """Two ports of ``host`` that are free now, with a key pair of CurveZMQ."""
         with contextlib.ExitStack() as stack:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             opened = [stack.enter_context(socket.socket(family)) for _ in range(2)]
@@ -181,7 +181,7 @@ class Launch(msgspec.Struct, frozen=True, tag=True):
 
 
 class GivenUp(msgspec.Struct, frozen=True, tag=True):
-    """To front ends: there will be no further engine process, and why."""
+    """Tells front ends that there will be no further engine process, and why."""
 
     reason: str
 
@@ -198,7 +198,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Bye(msgspec.Struct, frozen=True, tag=True):
-    """It is not any more; its requests are aborted."""
+    """A front end is not any more; its requests are aborted."""
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True):

@@ -90,7 +90,7 @@ FEATURES_OF_LOGITS = (
     | FEATURE_BAD_WORDS
     | FEATURE_GUIDED
 )
-"""Those that change logits."""
+"""Extras that change logits."""
 
 
 def features_of(extras: Extras) -> int:

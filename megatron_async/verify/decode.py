@@ -57,7 +57,7 @@ class Outcome(NamedTuple):
 
 
 def difference(mine: Outcome, other: Outcome, origin: str) -> str | None:
-    """In what ``mine`` is not ``other``, which came about ``origin``; None when they are equal."""
+    """Where ``mine`` is not ``other``, which came about ``origin``; None when they are equal."""
     ours, theirs = mine.tokens, other.tokens
     if ours != theirs:
         pairs = enumerate(zip(ours, theirs, strict=False))

@@ -177,7 +177,7 @@ def batches(corpus: Corpus, args: argparse.Namespace, device: torch.device) -> I
 def train(
     trainer: Trainer, corpus: Corpus, args: argparse.Namespace, start: float
 ) -> dict[str, Any]:
-    """Until ``--minutes`` after ``start`` (or ``--steps``); keeps the weights with the best
+    """Train until ``--minutes`` after ``start`` (or ``--steps``); keeps the weights with the best
     validation loss. Returns the figures."""
     model, captured = trainer.model, trainer.device.type == "cuda" and args.cuda_graph
     stream = batches(corpus, args, trainer.device)

@@ -18,7 +18,10 @@ FOLDERS = ("megatron_async", "inference", "scripts")
 
 MOST_WHO = 6
 """Places that say "who", all of people. It may fall: for a thing the word is "which" or "that"."""
-SUSPECT = re.compile(r"""["'#:\\]\s*Of\s|[sS]o[\s#]+m(?:any|uch)\b|[wW]ho(?:ever|m)?\b""")
+SUSPECT = re.compile(
+    r"""["'#:\\]\s*(?:(?:That |Those )?[Oo]f|Those that)\s|"""
+    r"[sS]o[\s#]+m(?:any|uch)\b|[wW]ho(?:ever|m)?\b"
+)
 """What the text of a file has if its prose has a fault: to parse all of them takes seconds."""
 
 
@@ -73,6 +76,8 @@ def faults(prose: Prose) -> list[str]:
     found = []
     if re.match(r"\s*Of\s", prose.text):
         found.append(prose.said(0, 'begins with "Of": say what it is, "The names of ..."'))
+    if match := re.match(r"\s*(That of|Those of|Those that)\s", prose.text):
+        found.append(prose.said(0, f'begins with "{match[1]}": name the thing, "The rows of ..."'))
     for match in re.finditer(r"\bso\s+(many|much)\b", prose.text, re.IGNORECASE):
         what = f'"so {match[1]}": name the number, "at most ``limit`` rows"'
         found.append(prose.said(match.start(), what))
@@ -120,6 +125,9 @@ def test_who_is_for_people() -> None:
         ("x = 1  #: Of it", [1]),
         ("# as so\n# many", [1]),
         ('"""Offered so. Many of these, and of those."""', []),
+        ('"""That of a module."""', [1]),
+        ("x = 1\n# Those that\n# wait", [2]),
+        ('"""Those wait that of all have least."""', []),
     ],
 )
 def test_lint_finds_the_lines(source: str, lines: list[int]) -> None:

@@ -49,7 +49,7 @@ _HYBRID_NAMES = (
     (re.compile(r"(layers\.\d+)\.norm\."), r"\1.mixer.in_proj.layer_norm_"),
     (re.compile(r"decoder\.final_layernorm\."), "decoder.final_norm."),
 )
-"""Those of megatron's ``MambaStack``."""
+"""Names of megatron's ``MambaStack``."""
 
 _NOT_WEIGHTS = re.compile(r"(optimizer|chained_\d+|rng_state|rerun_state_machine)\b")
 

@@ -365,7 +365,7 @@ class DecodeLoop:
         self.suspended = False
 
     def give_up_cache(self) -> None:
-        """While nothing is in flight: evict all requests, and forget all cached prefixes."""
+        """Evict all requests and forget all cached prefixes; nothing may be in flight."""
         for key in self._outputs.keys.values():
             self._note(EvictRequest(key))
         self._scheduler.evict_all()

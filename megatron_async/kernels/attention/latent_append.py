@@ -24,8 +24,7 @@ def _latent_append_kernel(
     RANK: tl.constexpr, RANK_PAD: tl.constexpr, PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip
-    """For each token, program 0 writes its latent and its key, the others turn HEADS queries
-    each."""
+    """Program 0 of a token writes its latent and its key, the others turn HEADS queries each."""
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     dtype: tl.constexpr = query_ptr.dtype.element_ty

@@ -34,7 +34,7 @@ class ReceivedBlock:
         self._stages = stages
 
     def why_not(self, rows: int, context: Any) -> str | None:
-        """None: it runs for all rows."""
+        """Return None: it runs for all rows."""
         return None
 
     def __call__(self, step: Step, given: Tensor | None, reader: Norm | None) -> Tensor | None:
@@ -57,7 +57,7 @@ class SentBlock:
         self._stages = stages
 
     def why_not(self, rows: int, context: Any) -> str | None:
-        """None: it runs for all rows."""
+        """Return None: it runs for all rows."""
         return None
 
     def __call__(self, step: Step, given: Tensor | None, reader: Norm | None) -> None:

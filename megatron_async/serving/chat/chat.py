@@ -217,7 +217,7 @@ class Chat:
         return cls(templates, tool_format=tool_format, renderer=renderer)
 
     def close(self) -> None:
-        """No prompt is made any more."""
+        """Make no prompt any more."""
         if self._renderer is not None:
             self._renderer.close()
 

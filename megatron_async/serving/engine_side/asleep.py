@@ -1,5 +1,5 @@
-"""In the place of an engine whose process has died while it slept: its memory is somebody else's by
-now, so none is taken until somebody wakes it up. Requests wait meanwhile."""
+"""What stands in for an engine whose process has died while it slept: its memory is somebody else's
+by now, so none is taken until somebody wakes it up. Requests wait meanwhile."""
 
 from __future__ import annotations
 

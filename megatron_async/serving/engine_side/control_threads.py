@@ -107,7 +107,7 @@ class ControlThreads:
                 call.cancel()
 
     def close(self, wake: Callable[[], None]) -> None:
-        """Those in progress get a moment to answer; ``wake`` has them look whether they are
+        """End; controls in progress get a moment to answer; ``wake`` has them look whether they are
         cancelled."""
         for call in list(self._calls.values()):
             call.cancel()

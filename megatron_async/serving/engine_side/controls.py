@@ -67,7 +67,7 @@ class Controls:
         """The order of the last control that had the engine go on: earlier ones stop it no more."""
         self._is_drained = False
         self._making_way: set[Call] = set()
-        """Those that let no request in while they wait for the others."""
+        """Controls that let no request in while they wait for the others."""
         self._updating = threading.Lock()
         self._live = LiveSteps(engine)
         self._profiler = Profiler(engine, self._live)

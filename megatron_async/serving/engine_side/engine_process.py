@@ -126,7 +126,7 @@ class EngineProcess:
         self._sockets.wake()
 
     def _go_on(self, awake: Awake) -> None:
-        """As the engine that has slept would."""
+        """Go on as the engine that has slept would."""
         self._front_ends.update(awake.front_ends)
         asleep = tuple(tag for tag in awake.kept.asleep if tag not in awake.tags)
         self._controls.restore(msgspec.structs.replace(awake.kept, asleep=asleep))
@@ -219,8 +219,8 @@ class EngineProcess:
                 del self._dropped[identity]
 
     def _say(self, front_end: ConnectedFrontEnd, message: FromEngine) -> None:
-        """From any thread. One that misses a message would wait for it, so it is dropped with the
-        next tick, and told so when it reads."""
+        """Send from any thread. A front end that misses a message would wait for it, so it is
+        dropped with the next tick, and told so when it reads."""
         if not front_end.is_gone and not self._outputs.send(front_end.identity, message):
             front_end.is_gone = True
 

@@ -206,7 +206,7 @@ class LiveRequests:
             heapq.heappush(self._deadlines, (deadline, live.engine_id, live))
 
     def _opened(self, live: LiveRequest, record: DynamicInferenceRequest) -> None:
-        """Before any step can see the request."""
+        """Note a request, before any step can see it."""
         sequences = record.choices or [record]
         most = self._max_sequences
         if most is not None and len(self._routes) + len(sequences) > most:

@@ -295,7 +295,7 @@ class Mailbox:
         self._wake()
 
     def fail(self, error: MegatronAsyncError) -> None:
-        """No more will come."""
+        """Learn that no more will come."""
         if self.failure is None:
             self.failure = error
             self._wake()

@@ -214,7 +214,7 @@ class FrontEnds:
 async def serve_together(
     front_ends: FrontEnds, engine: Engine, *, on_ready: Callable[[], None] = lambda: None
 ) -> bool:
-    """As :func:`~megatron_async.serving.http.http_server.serve`, by several processes.
+    """Do what ``http_server.serve`` does, by several processes.
 
     Raises:
         MegatronAsyncError: why the engine or a front end cannot be started.

@@ -167,7 +167,7 @@ class ServerMetrics:
         self._open.inc()
 
     def closed(self) -> None:
-        """It is over, in whatever way."""
+        """Note that it is over, in whatever way."""
         self._open.dec()
 
     def refused(self, status: int) -> None:

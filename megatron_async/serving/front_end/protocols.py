@@ -49,10 +49,10 @@ class Metrics(Protocol):
         """A client's request has begun."""
 
     def closed(self) -> None:
-        """It is over, in whatever way."""
+        """Note that it is over, in whatever way."""
 
     def refused(self, status: int) -> None:
-        """It got an error."""
+        """Note that it got an error."""
 
     def first_token(self, seconds: float) -> None:
         """The first token of a prompt came ``seconds`` after the request."""

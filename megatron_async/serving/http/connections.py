@@ -37,8 +37,8 @@ LOG_SECONDS = 60.0
 
 
 def most_connections() -> int:
-    """As many as this process may have open files, which are raised to what the system allows,
-    but those that it needs itself."""
+    """The open files that this process may have, raised to what the system allows, but for those
+    that it needs itself."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -177,12 +177,12 @@ def limited_connection(
             self._reading_due.start()
 
         def resume_writing(self) -> None:
-            """It has read."""
+            """Note that the client has read."""
             self._reading_due.stop()
             super().resume_writing()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            """It is over."""
+            """Give the connection's place back."""
             self._headers_due.stop()
             self._reading_due.stop()
             super().connection_lost(exc)

@@ -39,7 +39,7 @@ class EmbeddingBlock:
         self._kernels: dict[tuple[int, int], Embed] = {}
 
     def why_not(self, rows: int, context: Any) -> str | None:
-        """None: it runs for all rows."""
+        """Return None: it runs for all rows."""
         return None
 
     def __call__(self, step: Step, given: Tensor | None, reader: Norm | None) -> Tensor | None:
@@ -90,7 +90,7 @@ class SharedEmbeddingBlock:
         )
 
     def why_not(self, rows: int, context: Any) -> str | None:
-        """None: it runs for all rows."""
+        """Return None: it runs for all rows."""
         return None
 
     def __call__(self, step: Step, given: Tensor | None, reader: Norm | None) -> Tensor | None:

@@ -143,7 +143,7 @@ class MoeBlock:
         return self._kernels.has_one_kernel
 
     def why_not(self, rows: int, context: Any) -> str | None:
-        """None: it runs for all rows that are decoded in kernels."""
+        """Return None: it runs for all rows that are decoded in kernels."""
         return None
 
     def has_another_way(self, refused: Refused) -> bool:
