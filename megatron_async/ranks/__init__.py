@@ -1,1 +1,1 @@
-"""Several processes that run one model: its ranks. ``docs/scaling.md`` says who does what."""
+"""Several processes that run one model, its ranks: see ``docs/scaling.md``."""

@@ -25,7 +25,7 @@ from megatron_async.serving.supervisor import STOP_SECONDS
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-DASHBOARD_PATH = ROOT / "docs" / "grafana-dashboard.json"
+DASHBOARD_PATH = ROOT / "deploy" / "grafana-dashboard.json"
 VARIABLE = re.compile(r"\$\{(\w+)(?::([-?])([^}]*))?\}")
 
 
