@@ -80,6 +80,8 @@ class Device(Protocol):
     torch_device: torch.device
     captures: bool
     """True when shapes inside a graph are fixed and no device value may steer the host."""
+    failure: BaseException | None
+    """What waits for the device raise; None while it works."""
 
     def enqueue(self, work: Callable[[], None], name: str) -> None:
         """Run ``work`` on the stream after all that was enqueued before; returns at once."""

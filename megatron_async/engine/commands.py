@@ -24,13 +24,17 @@ class Asked(msgspec.Struct, frozen=True, tag=True, tag_field="command", forbid_u
     """What a user asks."""
 
 
-class AddRequest(Asked, frozen=True):
-    """Queue a request. ``key`` is the scheduler's own number of it, ``values`` are those of the
-    REQUEST slot fields, ``params`` the parameters that they are from. ``extras`` is None for none;
-    ``prompt_log_probs``: the prompt's are wanted; ``fork_of``: the key of a request with the same
-    prompt, whose prefill it shares."""
+class AskedOfRequest(Asked, frozen=True):
+    """What a user asks of one request. ``key`` is the scheduler's own number of it."""
 
     key: int
+
+
+class AddRequest(AskedOfRequest, frozen=True):
+    """Queue a request. ``values`` are those of the REQUEST slot fields, ``params`` the parameters
+    that they are from. ``extras`` is None for none; ``prompt_log_probs``: the prompt's are wanted;
+    ``fork_of``: the key of a request with the same prompt, whose prefill it shares."""
+
     request_id: int
     prompt: str | None
     tokens: tuple[int, ...]
@@ -44,34 +48,25 @@ class AddRequest(Asked, frozen=True):
     fork_of: int | None = None
 
 
-class AbortRequest(Asked, frozen=True):
+class AbortRequest(AskedOfRequest, frozen=True):
     """End a request; its tokens in flight are discarded."""
 
-    key: int
 
-
-class PauseRequest(Asked, frozen=True):
+class PauseRequest(AskedOfRequest, frozen=True):
     """Leave a request out of the steps to come."""
 
-    key: int
 
-
-class ResumeRequest(Asked, frozen=True):
+class ResumeRequest(AskedOfRequest, frozen=True):
     """Let a paused request go on."""
 
-    key: int
 
-
-class EvictRequest(Asked, frozen=True):
+class EvictRequest(AskedOfRequest, frozen=True):
     """Free the memory of a request; it is computed again when there is room."""
 
-    key: int
 
-
-class UpdateSamplingParams(Asked, frozen=True):
+class UpdateSamplingParams(AskedOfRequest, frozen=True):
     """Change sampling parameters of a request, from the next launch on."""
 
-    key: int
     changes: dict[str, Any]
 
 

@@ -25,7 +25,13 @@ import msgspec
 from megatron_async.checkpoint.reading.json_file import one_line
 from megatron_async.codec import from_plain, to_plain
 from megatron_async.config.engine_config import EngineConfig
-from megatron_async.engine.commands import AddRequest, Command, from_json, to_json
+from megatron_async.engine.commands import (
+    AddRequest,
+    AskedOfRequest,
+    Command,
+    from_json,
+    to_json,
+)
 from megatron_async.engine.recorded_config import config_of_run
 from megatron_async.errors import ConfigError, shown
 from megatron_async.request.request import DynamicInferenceRequest
@@ -194,8 +200,7 @@ def _applied(entries: list[Entry]) -> Iterator[Applied]:
         if isinstance(command, AddRequest):
             live[command.request_id] = command.key
             keys.add(command.key)
-        key = getattr(command, "key", None)
-        has_effect = key is None or key in keys
+        has_effect = not isinstance(command, AskedOfRequest) or command.key in keys
         yield Applied(point.step, point.ticket, command, endings, has_effect)
 
 

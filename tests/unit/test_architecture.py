@@ -241,12 +241,16 @@ ASKED_OF_OTHERS = {
     ("checkpoint/targets.py", "config"),
     ("weights/targets.py", "huggingface_names"),
 }
-WITH_PROTOCOLS = {"model", "network", "wrapper", "context", "batch", "controller", "draft_model"}
+WITH_PROTOCOLS = {
+    "model", "network", "wrapper", "context", "batch", "controller", "draft_model", "device",
+    "command",
+}  # fmt: skip
 
 
 def test_models_and_batches_have_what_their_protocols_say() -> None:
-    """Nobody asks whether a network or a forward's batch has a name: ``models/network.py`` and
-    ``models/batch.py`` say what they have."""
+    """Nobody asks whether a network, a forward's batch, a device or a command has a name:
+    ``models/network.py``, ``models/batch.py``, ``device/protocol.py`` and ``engine/commands.py`` say
+    what they have."""
     asked = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

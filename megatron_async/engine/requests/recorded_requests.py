@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from megatron_async.engine.commands import AddRequest, Command, UpdateSamplingParams
+from megatron_async.engine.commands import (
+    AddRequest,
+    AskedOfRequest,
+    Command,
+    UpdateSamplingParams,
+)
 from megatron_async.errors import RequestError, shown
 from megatron_async.sampling_params import SamplingParams
 
@@ -45,7 +50,8 @@ def check_recorded(commands: Iterable[Command], validator: Validator) -> None:
 
 
 def _check_numbers(command: Command) -> None:
-    key, request_id = getattr(command, "key", 0), getattr(command, "request_id", 0)
+    key = command.key if isinstance(command, AskedOfRequest) else 0
+    request_id = command.request_id if isinstance(command, AddRequest) else 0
     if not 0 <= key <= MAX_NUMBER:
         raise RequestError(f"key={shown(key)} must be between 0 and {MAX_NUMBER}")
     if abs(request_id) > MAX_NUMBER:

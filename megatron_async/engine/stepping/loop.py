@@ -220,7 +220,7 @@ class DecodeLoop:
     def _is_of_device(self, error: BaseException) -> bool:
         """Devices fail with a ``RuntimeError``, or on a CPU with what the model raised. What an
         engine refuses a handler is one too, and is not theirs."""
-        if error is getattr(self._runner.device, "failure", None):
+        if error is self._runner.device.failure:
             return True
         refused = (ReentrantCallError, EngineThreadError, EngineStoppedError)
         return isinstance(error, RuntimeError) and not isinstance(error, refused)

@@ -45,6 +45,8 @@ class AdaptedMoELayer(MegatronMoELayer):  # type: ignore[misc]
 
     asks_for_padding_mask = True
     """megatron's layers around it hand the mask on, if the model is given one."""
+    ranks = None
+    """Its experts are whole in this process."""
 
     def forward(
         self,

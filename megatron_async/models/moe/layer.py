@@ -198,7 +198,7 @@ def mixture(layer: Any, hidden_states: Tensor, padding_mask: Tensor | None) -> T
     router, (w1, w2, b1, b2) = layer.router, layer.weights
     logits = router_logits(tokens, router.weight, router.bias)
     routing = route(logits, layer.settings, expert_bias=router.expert_bias, live=live)
-    ranks = getattr(layer, "ranks", None)
+    ranks = layer.ranks
     if ranks is not None:
         routing = held_experts(routing, len(w1) * ranks.expert_rank, len(w1))
     given = _linear(tokens, layer.fc1_latent_proj)

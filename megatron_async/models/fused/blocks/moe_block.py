@@ -51,7 +51,7 @@ def experts_why_not(mlp: Any, config: Any) -> str | None:
     if mlp.fc1_latent_proj is not None:
         return "its experts have latent projections"
     is_split = max(config.tensor_model_parallel_size, config.expert_model_parallel_size) > 1
-    if is_split and getattr(mlp, "ranks", None) is None:
+    if is_split and mlp.ranks is None:
         return "its experts are split over ranks"
     settings = mlp.settings
     if settings.num_experts > _MOST_EXPERTS or settings.top_k > _MOST_CHOSEN:
@@ -113,11 +113,10 @@ class ExpertKernels:
 
     def sums(self, mlp: Any) -> RankSums | None:
         """The sums over ranks that have some of the experts each; None for one rank."""
-        ranks = getattr(mlp, "ranks", None)
-        if ranks is None:
+        if mlp.ranks is None:
             return None
         if self._sums is None:
-            hidden = mlp.weights[1].shape[1]
+            ranks, hidden = mlp.ranks, mlp.weights[1].shape[1]
             self._sums = RankSums(ranks.sum_experts_, ranks.expert_words, hidden, self._device)
         return self._sums
 
@@ -211,8 +210,7 @@ def _shape_of(mlp: Any, norm: Norm) -> MoeShape:
     shared, count = mlp.shared_experts, 0
     if _has_shared_experts(mlp):
         count = shared.linear_fc2.weight.shape[1] // inner
-    ranks = getattr(mlp, "ranks", None)
-    begin = 0 if ranks is None else ranks.expert_rank * held
+    begin = 0 if mlp.ranks is None else mlp.ranks.expert_rank * held
     return MoeShape(
         hidden, inner, mlp.settings, mlp.activation, count, center=norm.kind == LAYER_NORM,
         expert_begin=begin, expert_end=begin + held,
@@ -224,5 +222,5 @@ def _has_shared_experts(mlp: Any) -> bool:
     the first one does."""
     if mlp.shared_experts is None:
         return False
-    ranks = getattr(mlp, "ranks", None)
+    ranks = mlp.ranks
     return ranks is None or bool(ranks.expert_rank < ranks.layout.tensor)
