@@ -191,10 +191,6 @@ class Scheduler:
         finds rows for it, or evicts others until one does."""
         return self.table.unfinished > self.table.held
 
-    def is_unfinished(self, key: int) -> bool:
-        """The request with this key has not reached its end."""
-        return self._unfinished(key) is not None
-
     @property
     def waiting_count(self) -> int:
         """Requests without slot and blocks, evicted ones included."""

@@ -249,8 +249,8 @@ WITH_PROTOCOLS = {
 
 def test_models_and_batches_have_what_their_protocols_say() -> None:
     """Nobody asks whether a network, a forward's batch, a device or a command has a name:
-    ``models/network.py``, ``models/batch.py``, ``device/protocol.py`` and ``engine/commands.py`` say
-    what they have."""
+    ``models/network.py``, ``models/batch.py``, ``device/protocol.py``, ``engine/commands.py``
+    say what they have."""
     asked = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
