@@ -19,6 +19,9 @@ from megatron_async.runner.memory.cache_sizes import CacheSizes
 logger = logging.getLogger(__name__)
 
 DEFAULT_CACHE_GIB = {"cpu": 1.0, "cuda": 16.0}
+BLOCK_SIZE_TOKENS = {"cpu": 16, "cuda": 64}
+"""The smallest blocks that cost nothing: Triton's attention reads tiles of 64 tokens, each by one
+entry of the block table as long as it is of one block."""
 DEFAULT_SNAPSHOT_GIB = {"cpu": 0.25, "cuda": 4.0}
 SNAPSHOTS_PER_REQUEST = 4
 
@@ -60,9 +63,10 @@ def sizes_of(
     spec, further = cached_tokens(model, draft, config)
     token_bytes = spec.token_bytes + further
     length = _length(model, draft if further else None, config)
+    block_size = config.block_size_tokens or BLOCK_SIZE_TOKENS[device]
     block_count, asked = config.block_count, None
     if block_count is None and config.buffer_size_gb is None:
-        block_count = _default_blocks(length, token_bytes, config, device, free)
+        block_count = _default_blocks(length, token_bytes, block_size, config, device, free)
         asked = f"max_sequence_length={length}"
     sizes = CacheSizes.of(
         token_bytes,
@@ -74,7 +78,7 @@ def sizes_of(
         max_requests=config.max_requests,
         slot_count=config.max_requests * (config.effective_depth + 1),
         max_tokens=config.max_tokens,
-        block_size_tokens=config.block_size_tokens,
+        block_size_tokens=block_size,
         num_cuda_graphs=config.num_cuda_graphs,
         batch_invariant=config.batch_invariant,
         num_speculative_tokens=config.num_speculative_tokens,
@@ -119,12 +123,17 @@ def _length(model: ModelDescription, draft: ModelDescription | None, config: Eng
 
 
 def _default_blocks(
-    length: int, token_bytes: int, config: EngineConfig, device: str, free: int | None
+    length: int,
+    token_bytes: int,
+    block_size: int,
+    config: EngineConfig,
+    device: str,
+    free: int | None,
 ) -> int:
     """All requests at full length, as far as the default size has room; one at least, as far as
     memory is free."""
-    block_bytes = max(token_bytes, 1) * config.block_size_tokens
-    per_request = -(-length // config.block_size_tokens)
+    block_bytes = max(token_bytes, 1) * block_size
+    per_request = -(-length // block_size)
     affordable = int(DEFAULT_CACHE_GIB[device] * GIB) // block_bytes
     wanted = max(per_request, min(config.max_requests * per_request, affordable))
     if free is None:
@@ -134,7 +143,7 @@ def _default_blocks(
         return max(per_request, min(wanted, room))
     if room < 1:
         raise CacheTooLargeError(
-            f"a block of block_size_tokens={config.block_size_tokens} takes "
+            f"a block of block_size_tokens={block_size} takes "
             f"{block_bytes / GIB:,.3f} GiB in the KV cache, and {free / GIB:,.3f} GiB are free; "
             f"lower block_size_tokens, take a smaller model, or {FREE_IT}"
         )

@@ -93,6 +93,8 @@ class EngineSpec:
             enable_chunked_prefill=enable_chunked_prefill,
             state_snapshots=None if described.state_bytes is None else snapshots,
         )
+        if config.block_size_tokens is None:
+            config = replace(config, block_size_tokens=sizes.block_size_tokens)
         layout = layout_of(model, config)
         if given is not None:
             _check_suits(given, described, drafting)

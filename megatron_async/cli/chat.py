@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_async.cli.options import options
-from megatron_async.cli.options.values import SEED, integer, number
+from megatron_async.cli.options.chat_sampling import ChatSampling, add_chat_sampling_options
 from megatron_async.engine.stepping.drive import drive
 from megatron_async.errors import ConfigError, RequestError
-from megatron_async.sampling_params import SamplingParams
 
 _DESCRIPTION = """\
 Chat with a model. /reset forgets the conversation, /system TEXT does so too and sets what the
-system says. Ctrl-C ends an answer, the end of the input (Ctrl-D) the program.
+system says. Ctrl-C ends an answer, the end of the input (Ctrl-D) the program. The first line, on
+stderr, says how tokens are sampled.
 """
 
 
@@ -28,13 +28,10 @@ def add_command(commands: Any) -> None:
     add = parser.add_argument_group("conversation").add_argument
     add("--system", default="", metavar="TEXT", help="what the system says at first")
     add("--chat-template", metavar="FILE", help="a Jinja template in place of the model's own")
-    add("--max-new-tokens", type=integer(1), default=512, metavar="N", help="of an answer")
-    add("--temperature", type=number(0), default=0.7, metavar="T", help="default: 0.7")
-    add("--top-p", type=number(0, 1), default=0.95, metavar="P", help="default: 0.95")
-    add("--seed", type=SEED, default=0, metavar="S", help="default: 0")
+    add_chat_sampling_options(add)
     options.add_model_options(parser)
     options.add_scheduling_options(parser, default="on")
-    options.add_engine_options(parser, max_requests=1)
+    options.add_engine_options(parser, max_requests=1, block_size_tokens=None)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,11 +39,13 @@ def run(args: argparse.Namespace) -> int:
     from megatron_async.serving.chat.chat_template import ChatTemplates
 
     depth = options.resolve_scheduling(args.inference_async_scheduling, args.depth, default=True)
-    config = options.engine_config(args, depth, random_seed=args.seed)
+    sampling = ChatSampling.of(args, options.sampling_defaults(args))
+    config = options.engine_config(args, depth, random_seed=sampling.seed)
     templates = ChatTemplates.from_directory(
         args.model, chat_template=args.chat_template, tokenizer_model=args.tokenizer_model
     )
     templates.source()  # an error at once if there is none
+    print(f"{options.PROGRAM}: {sampling.said()}", file=sys.stderr)
     system = messages = list[dict[str, str]]()
     with options.load_engine(args.model, config) as engine:
         if (tokenizer := engine.model.tokenizer) is None:
@@ -60,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
                 continue
             asked = [*messages, {"role": "user", "content": line}]
             try:
-                reply = _reply(engine, turn, templates.encode_chat(tokenizer, asked), args)
+                reply = _reply(engine, turn, templates.encode_chat(tokenizer, asked), sampling)
                 messages = [*asked, {"role": "assistant", "content": reply}]
             except RequestError as error:
                 print(f"{options.PROGRAM}: error: {error}; /reset begins anew", file=sys.stderr)
@@ -74,11 +73,10 @@ def _lines(system: str) -> Iterator[str]:
             yield input("> " if sys.stdin.isatty() else "")
 
 
-def _reply(engine: Any, turn: int, tokens: list[int], args: argparse.Namespace) -> str:
+def _reply(engine: Any, turn: int, tokens: list[int], sampling: ChatSampling) -> str:
     """Stream an answer and return its text, or what came of it before Ctrl-C."""
-    count = max(1, min(args.max_new_tokens, engine.max_sequence_length - len(tokens)))
-    texts, sampling = [], {"temperature": args.temperature, "top_p": args.top_p}
-    engine.add_request(turn, tokens, SamplingParams(num_tokens_to_generate=count, **sampling))
+    texts = []
+    engine.add_request(turn, tokens, sampling.params(engine.max_sequence_length - len(tokens)))
     # Not by an exception: in the midst of a step that would stop the engine.
     before = signal.signal(signal.SIGINT, lambda *_: engine.abort_request(turn))
     try:

@@ -102,7 +102,7 @@ def add_command(commands: Any) -> None:
     add("--weight-transfer-config", type=weight_transfer_backend, metavar="JSON", help=said)
     options.add_model_options(parser)
     options.add_scheduling_options(parser, default="off")
-    options.add_engine_options(parser)
+    options.add_engine_options(parser, block_size_tokens=None)
 
 
 def weight_transfer_backend(text: str) -> str:
@@ -193,15 +193,8 @@ def _server_config(args: argparse.Namespace) -> ServerConfig:
         development=args.server_dev_mode,
         weight_transfer_backend=args.weight_transfer_config,
         prefix_cache_per_key=args.prefix_cache_per_key,
-        sampling_defaults=_sampling_defaults(args),
+        sampling_defaults=options.sampling_defaults(args) or {},
     )
-
-
-def _sampling_defaults(args: argparse.Namespace) -> dict[str, float | int]:
-    from megatron_async.checkpoint.huggingface.generation_config import sampling_defaults
-    from megatron_async.checkpoint.path import model_directory
-
-    return sampling_defaults(model_directory(args.model)) if args.generation_config else {}
 
 
 def _frontend_settings(

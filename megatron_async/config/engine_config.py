@@ -12,6 +12,7 @@ from megatron_async.errors import ConfigError, shown
 from megatron_async.request.parameter_checks import as_integer
 
 DEFAULT_ASYNC_DEPTH = 1
+DEFAULT_BLOCK_SIZE_TOKENS = 64
 MAX_DEPTH = 64
 MAX_REQUESTS = 2**16
 MAX_DRAFTS = 64
@@ -91,7 +92,8 @@ class EngineConfig:
             rows. It never has more than ``max_requests`` chunks.
         max_sequence_length: most tokens of a request, prompt and generation; None takes the
             model's, at most 2**20, as far as the cache and a draft model have room.
-        block_size_tokens: tokens of a KV-cache block.
+        block_size_tokens: tokens of a KV-cache block; None takes the smallest size that costs
+            nothing, 16 on a CPU and 64 on a GPU.
         buffer_size_gb: size of the KV cache in GiB. Give this or ``block_count``; with neither,
             the cache holds ``max_requests`` full sequences, at most 1 GiB on a CPU and 16 GiB on
             a GPU, or one full sequence if that is more; and at most three quarters of what is
@@ -167,7 +169,7 @@ class EngineConfig:
     max_requests: int = 64
     max_tokens: int | None = None
     max_sequence_length: int | None = None
-    block_size_tokens: int = 64
+    block_size_tokens: int | None = DEFAULT_BLOCK_SIZE_TOKENS
     buffer_size_gb: float | None = None
     block_count: int | None = None
     paused_buffer_size_gb: float | None = None
@@ -204,7 +206,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self._check("max_requests", 1, MAX_REQUESTS)
-        self._check("block_size_tokens", 1, MAX_COUNT)
+        self._check("block_size_tokens", 1, MAX_COUNT, optional=True)
         self._check("prefill_chunk_tokens", 1, MAX_COUNT)
         self._check("max_sequence_length", 2, MAX_COUNT, optional=True)
         self._check("block_count", 1, MAX_COUNT, optional=True)

@@ -9,6 +9,7 @@ import torch
 
 from megatron_async.build.spec import CHUNKS_AT_ONCE
 from megatron_async.config.engine_config import (
+    DEFAULT_BLOCK_SIZE_TOKENS,
     MAX_COUNT,
     EngineConfig,
     check_buffer_size,
@@ -21,7 +22,7 @@ from megatron_async.megatron_api.names import check_keywords, no_attribute
 from megatron_async.megatron_api.tables import CONTEXT, CONTEXT_ATTRIBUTES
 from megatron_async.models.description.kv_cache_spec import KVCacheSpec
 from megatron_async.runner.cuda_graphs import row_buckets
-from megatron_async.runner.memory.cache_sizes import DEFAULT_BLOCK_SIZE_TOKENS, CacheSizes
+from megatron_async.runner.memory.cache_sizes import CacheSizes
 from megatron_async.runner.memory.forward_batch import ForwardBatch
 from megatron_async.runner.memory.kv_cache import KVCache
 

@@ -44,7 +44,7 @@ def make_workload(engine: DynamicInferenceEngine, count: int, seed: int) -> list
 
 def _make_work(engine: DynamicInferenceEngine, rng: random.Random, number: int) -> Work:
     limit = engine.max_sequence_length
-    block = engine.config.block_size_tokens
+    block = engine.limits.block_size
     chunk = engine.config.prefill_chunk_tokens
     max_new = min(rng.randint(4, MAX_NEW_TOKENS), max(1, limit // 2))
     short, medium = rng.randint(2, block + 1), rng.randint(chunk + 1, 3 * chunk)

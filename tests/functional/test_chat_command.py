@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -35,12 +36,14 @@ def chats(monkeypatch: pytest.MonkeyPatch) -> Chats:
 
 
 def chat(monkeypatch: pytest.MonkeyPatch, capsys: Capture, typed: str, *options: str) -> Any:
-    """Exit status, stdout and stderr."""
+    """Exit status, stdout and stderr, without the line on sampling that comes first there."""
     monkeypatch.setattr("sys.stdin", io.StringIO(typed))
     capsys.readouterr()
     status = main(["chat", "--device", "cpu", "--temperature", "0", *options])
     captured = capsys.readouterr()
-    return status, captured.out, captured.err
+    first, _, err = captured.err.partition("\n")
+    says_how = first.startswith("megatron-async: sampling with temperature=0.0 (--temperature), ")
+    return status, captured.out, err if says_how else captured.err
 
 
 def said(role: str, content: str) -> dict[str, str]:
@@ -130,3 +133,49 @@ def test_model_without_a_template_is_an_error_at_once(
     options = ("--model", str(tmp_path), "--chat-template", str(template))
     status, out, _ = chat(monkeypatch, capsys, "a\n", *options, "--max-new-tokens", "3")
     assert status == 0 and out
+
+
+def first_line(monkeypatch: pytest.MonkeyPatch, capsys: Capture, *options: str) -> str:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(["chat", "--device", "cpu", *options]) == 0
+    return capsys.readouterr().err.splitlines()[0]
+
+
+def test_the_first_line_says_how_tokens_are_sampled_and_by_whose_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
+) -> None:
+    for file in model_directory("tiny").iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    own = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.9, "max_new_tokens": 9}
+    (tmp_path / "generation_config.json").write_text(json.dumps(own))
+    model = ("--model", str(tmp_path), "--top-p", "0.8", "--seed", "7")
+    said = first_line(monkeypatch, capsys, *model)
+    for part in ("temperature=0.7 (default)", "top_p=0.8 (--top-p)", "seed=7 (--seed)",
+                 "change it with --temperature, --top-p", "with --generation-config"):  # fmt: skip
+        assert part in said, said
+    said = first_line(monkeypatch, capsys, *model, "--generation-config")
+    for part in ("temperature=0.6 (generation_config.json)", "top_p=0.8 (--top-p)", "top_k=20 (",
+                 "num_tokens_to_generate=9 (generation_config.json)"):  # fmt: skip
+        assert part in said, said
+
+
+def test_a_model_that_does_not_sample_answers_greedily_by_its_own_settings(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
+) -> None:
+    asked: list[SamplingParams] = []
+    add_request = DynamicInferenceEngine.add_request
+
+    def spy(self: DynamicInferenceEngine, key: Any, prompt: Any, params: SamplingParams) -> Any:
+        asked.append(params)
+        return add_request(self, key, prompt, params)
+
+    monkeypatch.setattr(DynamicInferenceEngine, "add_request", spy)
+    for file in model_directory("tiny").iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 5}')
+    for options in ((), ("--generation-config",), ("--generation-config", "--temperature", "2")):
+        monkeypatch.setattr("sys.stdin", io.StringIO("a\n"))
+        options = ("--model", str(tmp_path), "--max-new-tokens", "2", *options)
+        assert main(["chat", "--device", "cpu", *options]) == 0
+    assert [(params.temperature, params.top_p) for params in asked] == [(0.7, 0.95), (0, 0), (2, 0)]
+    assert {params.num_tokens_to_generate for params in asked} == {2}

@@ -17,7 +17,7 @@ from megatron_async.benchmark.model import BenchmarkModel
 from megatron_async.build.runner import allocate
 from megatron_async.build.spec import EngineSpec, cached_tokens
 from megatron_async.cli.output.progress import show_capture
-from megatron_async.config.engine_config import EngineConfig
+from megatron_async.config.engine_config import DEFAULT_BLOCK_SIZE_TOKENS, EngineConfig
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.stepping.drive import drive
 from megatron_async.models.served import ModelDescription
@@ -94,7 +94,7 @@ def _config(
 def _blocks_of_row(load: Load | RaggedLoad, depth: int, drafts: Drafts) -> int:
     """Admission keeps a block to spare for each running request, and whole windows get blocks."""
     ahead = (depth + 2) * drafts.window if drafts.count else 0
-    return -(-(load.longest + ahead) // EngineConfig().block_size_tokens) + 1
+    return -(-(load.longest + ahead) // DEFAULT_BLOCK_SIZE_TOKENS) + 1
 
 
 def decode_config(
@@ -136,7 +136,7 @@ def ragged_config(
         blocks = load.max_requests * of_row
         if model.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(model.device)
-            block_bytes = EngineConfig().block_size_tokens * _token_bytes(model, drafts)
+            block_bytes = DEFAULT_BLOCK_SIZE_TOKENS * _token_bytes(model, drafts)
             blocks = max(min(blocks, int(MEMORY_SHARE * free) // max(block_bytes, 1)), of_row)
     sizes = {"max_requests": load.max_requests, "block_count": blocks}
     return _config(model, depth, load, drafts, **sizes)
@@ -174,7 +174,7 @@ def fit_together(
     needed = 0
     for depth, drafts in engines:
         config = decode_config(model, batch_size, depth, load, drafts)
-        tokens = (config.block_count or 0) * config.block_size_tokens
+        tokens = (config.block_count or 0) * DEFAULT_BLOCK_SIZE_TOKENS
         needed += tokens * _token_bytes(model, drafts)
         needed += 3 * 4 * batch_size * drafts.window * model.config.vocab_size
     return needed < MEMORY_SHARE * torch.cuda.mem_get_info(model.device)[0]

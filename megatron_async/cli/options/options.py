@@ -157,7 +157,7 @@ def followed_rank(args: argparse.Namespace) -> bool:
     return True
 
 
-def add_engine_options(parser: argparse.ArgumentParser, **defaults: int) -> None:
+def add_engine_options(parser: argparse.ArgumentParser, **defaults: int | None) -> None:
     """Sizes of the engine, under megatron's names; ``defaults`` are the command's own."""
     fields = EngineConfig(**defaults)  # type: ignore[arg-type]
     group = parser.add_argument_group("engine")
@@ -179,7 +179,9 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int) -> None
     size: dict[str, Any] = {"dest": "buffer_size_gb", "type": number(0, above=True)}
     cache(FLAGS["buffer_size_gb"], metavar="GIB", help=said, **size)
     cache("--block-count", help="size of the KV cache in blocks, instead of GiB", **counts)
-    count("block_size_tokens", "tokens of a KV-cache block")
+    said = "tokens of a KV-cache block"
+    said += " (default: 16 on a CPU, 64 on a GPU)" if fields.block_size_tokens is None else ""
+    count("block_size_tokens", said)
     said = "part of the cache that requests may keep which wait for a block (default: all)"
     size = {"dest": "paused_buffer_size_gb", "type": number(0), "metavar": "GIB"}
     add("--inference-dynamic-batching-paused-buffer-size-gb", help=said, **size)
@@ -247,6 +249,15 @@ def resolve_scheduling(asynchronous: bool | None, depth: int | None, *, default:
             raise ConfigError(f"{option} and {given} contradict each other; leave one of them out")
         return depth
     return DEFAULT_ASYNC_DEPTH if (default if asynchronous is None else asynchronous) else 0
+
+
+def sampling_defaults(args: argparse.Namespace) -> dict[str, Any] | None:
+    """What ``--generation-config`` takes from the model's file; None without the option. Raises
+    CheckpointError."""
+    from megatron_async.checkpoint.huggingface.generation_config import sampling_defaults
+    from megatron_async.checkpoint.path import model_directory
+
+    return sampling_defaults(model_directory(args.model)) if args.generation_config else None
 
 
 def engine_config(args: argparse.Namespace, depth: int, *, random_seed: int = 0) -> EngineConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_async.config.engine_config import (
+    DEFAULT_BLOCK_SIZE_TOKENS,
     MAX_COUNT,
     MAX_DRAFTS,
     MAX_REQUESTS,
@@ -14,8 +15,6 @@ from megatron_async.config.engine_config import (
 )
 from megatron_async.device.memory import GIB
 from megatron_async.errors import ConfigError
-
-DEFAULT_BLOCK_SIZE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,28 +13,11 @@ from typing import Any, Protocol
 from megatron_async.errors import RequestError
 from megatron_async.request import parameter_checks as checks
 from megatron_async.sampling_params import SamplingParams
+from megatron_async.serving.chat.prompt import NO_PLACE, Prompt, PromptMaker, Templates, Tool
 from megatron_async.serving.front_end.limited_worker import LimitedWorkers, TooMuchError
 from megatron_async.serving.http.errors import renamed
 
-Tool = Mapping[str, Any]
-
-
-class Templates(Protocol):
-    """What is needed of ``ChatTemplates``."""
-
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Tool] | None = None,
-        *,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The prompt's text; raises RequestError, which names the message and field."""
-
-    def source(self, name: str | None = None, *, tools: bool = False) -> str:
-        """The text of a template; raises RequestError if there is none."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +152,8 @@ def _delta(part: Any) -> dict[str, Any]:
 class Renderer(Protocol):
     """Runs templates elsewhere."""
 
-    async def call(self, **arguments: Any) -> str:
-        """What ``Templates.render_chat`` gives, and raises; or TooMuchError."""
+    async def call(self, **arguments: Any) -> Sequence[Any]:
+        """The fields of what ``PromptMaker.make`` gives, and what it raises; or TooMuchError."""
 
     def close(self) -> None:
         """Nothing is rendered any more."""
@@ -194,6 +178,8 @@ class Chat:
         self._templates = templates
         self._tool_format = tool_format
         self._renderer = renderer
+        self._maker = PromptMaker(templates)
+        self._has_warned = False
 
     @classmethod
     def from_directory(
@@ -230,8 +216,8 @@ class Chat:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The prompt's text, begin token included if the template writes one.
+    ) -> Prompt:
+        """The prompt. The first one that hides tools is told in the log.
 
         Args:
             names: what the API calls ``messages`` and the rest.
@@ -249,13 +235,18 @@ class Chat:
         }
         try:
             if self._renderer is None:
-                return self._templates.render_chat(**arguments)
-            return await self._renderer.call(**arguments)
+                made = self._maker.make(**arguments)
+            else:
+                made = Prompt(*await self._renderer.call(**arguments))
         except TooMuchError as error:
             said = f"messages: chat template: {error}"
             raise renamed(RequestError(said), names or {}) from None
         except RequestError as error:
             raise renamed(error, names or {}) from None
+        if made.hides_tools and not self._has_warned:
+            self._has_warned = True
+            logger.warning(NO_PLACE)
+        return made
 
     def markers(self, tools: ToolUse) -> tuple[str, ...]:
         """What marks calls in an answer, and must be in the text that its parser gets."""

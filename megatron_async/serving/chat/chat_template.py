@@ -13,6 +13,7 @@ from megatron_async.checkpoint.reading.json_file import one_line, read_json
 from megatron_async.checkpoint.reading.regular_files import is_regular_file, read_file
 from megatron_async.errors import CheckpointError, RequestError, shown
 from megatron_async.serving.chat.chat_messages import checked_messages, fitted_messages, plain
+from megatron_async.serving.chat.prompt import Prompt, PromptMaker
 from megatron_async.serving.chat.template_sandbox import SandboxedTemplate
 from megatron_async.tokenizer.tokenizer import TOKENIZER_CONFIG_FILE, Tokenizer
 
@@ -192,9 +193,9 @@ class ChatTemplates:
         )
 
 
-def make_worker(**given: Any) -> Callable[..., str]:
-    """:meth:`ChatTemplates.render_chat`, for ``limited_worker``."""
-    return ChatTemplates(**given).render_chat
+def make_worker(**given: Any) -> Callable[..., Prompt]:
+    """:meth:`PromptMaker.make`, for ``limited_worker``."""
+    return PromptMaker(ChatTemplates(**given)).make
 
 
 def _fitted(

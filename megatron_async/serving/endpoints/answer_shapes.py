@@ -140,7 +140,7 @@ class ChatChoice(Shape):
 
 
 class ChatAnswer(Shape):
-    """``POST /v1/chat/completions``."""
+    """``POST /v1/chat/completions``; there may be ``warnings``."""
 
     id: str
     object: Literal["chat.completion"]
@@ -148,6 +148,7 @@ class ChatAnswer(Shape):
     model: str
     choices: list[ChatChoice]
     usage: UsageShape
+    warnings: list[str] = []
 
 
 # --- responses ------------------------------------------------------------------------------------
@@ -194,7 +195,7 @@ class ResponseUsageShape(Shape):
 
 
 class ResponseAnswer(Shape):
-    """``POST /v1/responses``."""
+    """``POST /v1/responses``; there may be ``warnings``."""
 
     id: str
     object: Literal["response"]
@@ -209,6 +210,7 @@ class ResponseAnswer(Shape):
     tool_choice: str | dict[str, Any]
     parallel_tool_calls: bool
     text: dict[str, Any]
+    warnings: list[str] = []
 
 
 # --- the others -----------------------------------------------------------------------------------

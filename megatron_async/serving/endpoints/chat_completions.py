@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_async.serving.chat.chat import Message, MessageParser, ToolUse, with_tools
+from megatron_async.serving.chat.prompt import Prompt
 from megatron_async.serving.endpoints.log_prob_shapes import chat_log_probs, prompt_log_probs
 from megatron_async.serving.endpoints.request_shapes import ChatCompletionRequest
 from megatron_async.serving.front_end.job import Choice, Job, Piece, usage_of
@@ -28,7 +29,7 @@ async def create_chat_completion(
     asked = body.with_defaults(front.config.sampling_defaults)
     params = with_tools(front.salted(request, asked.params(front.config.max_choices)), tools)
     await front.generator.check_room(params)
-    text = await front.chat.prompt(
+    prompt = await front.chat.prompt(
         body.messages,
         tools,
         add_generation_prompt=body.add_generation_prompt,
@@ -38,7 +39,7 @@ async def create_chat_completion(
     # By default none: the template writes the begin token itself.
     adds = bool(body.add_special_tokens)
     job = await front.generator.job(
-        await front.generator.tokenize(text, add_special_tokens=adds, field="messages"),
+        await front.generator.tokenize(prompt.text, add_special_tokens=adds, field="messages"),
         params,
         names={**body.engine_names(), "prompt": "messages"},
         priority=body.priority,
@@ -53,7 +54,7 @@ async def create_chat_completion(
         "created": int(time.time()),
         "model": model,
     }
-    answer = _ChatCompletion(front, body, tools, job, head)
+    answer = _ChatCompletion(front, body, tools, job, head, prompt)
     if body.stream:
         return EventStream(answer.events())
     return json_response(await until_disconnect(request.receive, answer.whole()))
@@ -69,12 +70,14 @@ class _ChatCompletion:
         tools: ToolUse,
         job: Job,
         head: dict[str, Any],
+        prompt: Prompt,
     ) -> None:
         self._front = front
         self._body = body
         self._tools = tools
         self._job = job
         self._head = head
+        self._prompt = prompt
         self._top = body.log_probs
 
     async def whole(self) -> dict[str, Any]:
@@ -85,6 +88,7 @@ class _ChatCompletion:
             for index, choice in enumerate(await self._front.generator.whole(job))
         ]
         answer = {**self._head, "choices": choices, "usage": usage_of([job]).to_dict()}
+        answer |= self._prompt.fields
         if self._body.prompt_logprobs is not None:
             answer["prompt_logprobs"] = self._prompt_log_probs()
         if self._body.return_token_ids:
@@ -121,7 +125,7 @@ class _ChatCompletion:
                     yield event(chunk)
         if self._body.wants_usage:
             usage = usage_of([self._job]).to_dict()
-            yield event({**self._head, "choices": [], "usage": usage})
+            yield event({**self._head, "choices": [], "usage": usage, **self._prompt.fields})
         yield DONE
 
     def _first(self, index: int, *, is_first: bool) -> dict[str, Any]:
@@ -159,6 +163,8 @@ class _ChatCompletion:
                 shown["finish_reason"] = parser.finish_reason(reason)
                 shown["stop_reason"] = output.stop_reason
             chunks.append({**self._head, "choices": [shown], **self._usage()})
+        if len(self._job.ends) == self._job.params.n and not self._body.wants_usage:
+            chunks[-1] |= self._prompt.fields
         return chunks
 
     def _usage(self) -> dict[str, Any]:

@@ -113,13 +113,14 @@ async def tokenize(front: Frontend, body: TokenizeRequest) -> dict[str, Any]:
         raise ApiError(400, "send either prompt or messages", param="prompt")
     if text is None:
         field = "messages"
-        text = await front.chat.prompt(
+        made = await front.chat.prompt(
             body.messages or [],
             front.chat.tool_use(body.tools, body.tool_choice, True),
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=bool(body.continue_final_message),
             chat_template_kwargs=body.chat_template_kwargs,
         )
+        text = made.text
     # A chat template writes the begin token itself.
     default = field == "prompt"
     adds = default if body.add_special_tokens is None else body.add_special_tokens

@@ -26,6 +26,7 @@ from megatron_async.serving.bodies.formats import JsonSchema, ResponseFormat, st
 from megatron_async.serving.bodies.sampling_fields import SamplingFields
 from megatron_async.serving.chat.chat import ToolUse, with_tools
 from megatron_async.serving.chat.chat_messages import plain
+from megatron_async.serving.chat.prompt import Prompt
 from megatron_async.serving.endpoints.log_prob_shapes import chat_log_probs
 from megatron_async.serving.endpoints.responses_input import InputMessages
 from megatron_async.serving.endpoints.responses_output import Event, OutputItems
@@ -131,11 +132,11 @@ async def create_response(front: Frontend, request: Request, body: ResponsesRequ
     await front.generator.check_room(params)
     given = InputMessages(body.input, body.instructions)
     try:
-        text = await front.chat.prompt(given.messages, tools)
+        prompt = await front.chat.prompt(given.messages, tools)
     except ApiError as error:
         raise given.in_items(error) from None
     job = await front.generator.job(
-        await front.generator.tokenize(text, field="input"),
+        await front.generator.tokenize(prompt.text, field="input"),
         params,
         names=body.engine_names(),
         priority=body.priority,
@@ -144,7 +145,7 @@ async def create_response(front: Frontend, request: Request, body: ResponsesRequ
     )
     job.is_acknowledged = bool(body.stream)
     log_jobs(request, [job], model)
-    answer = _Answer(front, body, tools, job, request.state.request_id, model)
+    answer = _Answer(front, body, tools, job, request.state.request_id, model, prompt)
     if body.stream:
         return EventStream(answer.events(), answer.failed)
     return json_response(await until_disconnect(request.receive, answer.whole()))
@@ -183,6 +184,7 @@ class _Answer:
         job: Job,
         request_id: str,
         model: str,
+        prompt: Prompt,
     ) -> None:
         self._front = front
         self._job = job
@@ -207,6 +209,7 @@ class _Answer:
             "tools": [_flat(tool) for tool in body.tools or ()],
             "top_p": job.params.top_p,
             "truncation": "disabled",
+            **prompt.fields,
         }
 
     async def whole(self) -> dict[str, Any]:

@@ -271,7 +271,7 @@ def test_a_random_model_has_a_chat_template() -> None:
     async def prompt() -> str:
         made = await chat.prompt(messages, ToolUse())
         chat.close()
-        return made
+        return made.text
 
     assert asyncio.run(prompt()) == "a b"
 

@@ -380,7 +380,7 @@ def test_templates_in_processes_say_what_they_say_here() -> None:
         pool = LimitedWorkers(ChatTemplates.__module__, templates.to_dict(), seconds=60)
         for chat in (Chat(templates), Chat(templates, renderer=pool)):
             made = await chat.prompt(messages, ToolUse(), chat_template_kwargs={"x": 1})
-            assert made == "user:a;assistant:b;1"
+            assert made.text == "user:a;assistant:b;1"
             with pytest.raises(ApiError, match=r"messages\[0\]"):
                 await chat.prompt([{"content": "a"}], ToolUse())
             chat.close()

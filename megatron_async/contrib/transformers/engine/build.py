@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_async.config.engine_config import EngineConfig
+from megatron_async.config.engine_config import DEFAULT_BLOCK_SIZE_TOKENS, EngineConfig
 from megatron_async.contrib.transformers.engine.weights import convert_model
 from megatron_async.device import resolve_device
 from megatron_async.engine.engine import DynamicInferenceEngine
@@ -54,7 +54,7 @@ def config_for(network: GPTNetwork, lengths: Sequence[int], device: torch.device
     plain = EngineConfig(depth=2)
     if not lengths or device.type != "cuda":
         return plain
-    size = plain.block_size_tokens
+    size = DEFAULT_BLOCK_SIZE_TOKENS
     blocks = sorted((-(-length // size) for length in lengths), reverse=True)[:MOST_REQUESTS]
     free, _ = torch.cuda.mem_get_info(device)
     affordable = int(free * CACHE_SHARE) // (network.kv_cache_spec.token_bytes * size)
