@@ -11,18 +11,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Any
 
-from tests.support.real_server import RealServer, ended, real_server, timed
+from scripts.soak_faults import ASYNC, FAULTS, LONG
+from tests.support.real_server import ended, real_server, timed
 
-ASYNC = "--inference-async-scheduling"
 GET = "GET /version HTTP/1.1\r\nhost: a\r\n\r\n"
 POST = "POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
-LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}
 
 
 async def streams() -> str:
@@ -137,44 +134,6 @@ async def readers() -> str:
     return f"{found[0]} beside those that read, {found[1]} beside those that do not"
 
 
-async def begun(server: RealServer, count: int) -> list[asyncio.Task[str]]:
-    """Streams that run."""
-    running = [asyncio.create_task(server.text(LONG)) for _ in range(count)]
-    while (await server.values())["num_requests_running"] < count:
-        await asyncio.sleep(0.05)
-    return running
-
-
-async def engine() -> str:
-    """Killed and frozen under 64 streams"""
-    said = []
-    async with real_server(ASYNC) as server:
-        for number in (signal.SIGKILL, signal.SIGSTOP):
-            running = await begun(server, 64)
-            server.processes()[1].send_signal(number)
-            ends = asyncio.gather(*running, return_exceptions=True)
-            failed = await timed(ends)
-            assert all(isinstance(end, InterruptedError) for end in ends.result())
-            again = failed + await timed(server.until_status(200))
-            await server.short()
-            await server.until_idle()
-            said.append(f"{number.name}: all fail after {failed:.1f} s, served after {again:.1f} s")
-    return "; ".join(said)
-
-
-async def stop() -> str:
-    """SIGTERM under 32 streams and one that nobody reads"""
-    async with real_server(ASYNC, "--shutdown-timeout", "3") as server:
-        unread = await server.unread({**LONG, "logprobs": 5, "n": 4})
-        running = await begun(server, 32)
-        server.process.send_signal(signal.SIGTERM)
-        ending = asyncio.create_task(timed(asyncio.to_thread(server.process.wait, 60)))
-        streams_end = await timed(asyncio.gather(*running))
-        all_end = await ending
-        unread.close()
-    return f"streams end after {streams_end:.1f} s of 3, the process after {all_end:.1f} s"
-
-
 async def cuts() -> str:
     """500 streams left at random points"""
     chance = random.Random(2)
@@ -186,7 +145,7 @@ async def cuts() -> str:
     return f"no request and no block is held {seconds:.1f} s later"
 
 
-PARTS = (streams, requests, idle, files, slow, bodies, readers, engine, stop, cuts)
+PARTS = (streams, requests, idle, files, slow, bodies, readers, cuts, *FAULTS)
 
 
 def main() -> None:

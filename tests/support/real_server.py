@@ -14,9 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import httpx
 import psutil
@@ -50,6 +50,15 @@ class RealServer:
     def mib(self) -> list[float]:
         """Resident memory of each."""
         return [process.memory_info().rss / MIB for process in self.processes()]
+
+    def children(self, module: str) -> list[psutil.Process]:
+        """The processes of a module, which is named by the end of its name."""
+        return [each for each in self.processes()[1:] if f"{module} " in " ".join(each.cmdline())]
+
+    async def control(self, path: str) -> None:
+        """A control that must do what it is asked."""
+        answer = await self.http.post(path)
+        assert answer.status_code == 200, answer.text
 
     async def connect(self, said: str = "") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A connection of one's own, on which ``said`` has been sent."""
@@ -120,7 +129,7 @@ class RealServer:
             await asyncio.sleep(0.02)
 
 
-def url_in(log: IO[str]) -> str:
+def url_in(log: Iterable[str]) -> str:
     """Where a server is to be found, as its log says behind what its start has to say."""
     for line in log:
         if found := re.search(r"http://\S+", line):
@@ -129,11 +138,14 @@ def url_in(log: IO[str]) -> str:
 
 
 @contextlib.asynccontextmanager
-async def real_server(*options: str, files: int | None = None) -> AsyncIterator[RealServer]:
+async def real_server(
+    *options: str, files: int | None = None, unread: bool = False
+) -> AsyncIterator[RealServer]:
     """A server, which ends by SIGTERM with status 0.
 
     Args:
         files: its limit of open files.
+        unread: its log is a pipe that nobody reads once it serves.
     """
     command = [sys.executable, "-m", "megatron_async", "serve", "--port", "0", *options]
     limit: Callable[[], None] | None = None
@@ -146,13 +158,16 @@ async def real_server(*options: str, files: int | None = None) -> AsyncIterator[
     pipes: Any = {"preexec_fn": limit, "cwd": ROOT}
     with (
         tempfile.NamedTemporaryFile() as log,
-        subprocess.Popen(command, stderr=log, **pipes) as process,
+        subprocess.Popen(command, stderr=subprocess.PIPE if unread else log, **pipes) as process,
     ):
         try:
-            while "http://" not in (said := Path(log.name).read_text()):
-                assert process.poll() is None, said
-                await asyncio.sleep(0.05)
-            (url,) = (word for word in said.split() if word.startswith("http://"))
+            if process.stderr is not None:
+                url = await asyncio.to_thread(url_in, map(bytes.decode, process.stderr))
+            else:
+                while "http://" not in (said := Path(log.name).read_text()):
+                    assert process.poll() is None, said
+                    await asyncio.sleep(0.05)
+                url = url_in(said.splitlines())
             pool = httpx.Limits(max_connections=None)
             known: Any = {"base_url": url, "limits": pool, "timeout": PATIENCE_SECONDS}
             async with httpx.AsyncClient(**known) as http:

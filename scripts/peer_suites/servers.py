@@ -1,0 +1,88 @@
+"""Servers with the embedded model, one for each list of options, shared by the tests that ask."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import OrderedDict
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MOST_RUNNING = 3
+START_SECONDS = 120
+
+
+class NotServedError(Exception):
+    """A suite starts its server with an option that this server does not have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """A process that serves at ``url``, as in ``http://127.0.0.1:40123``."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def end(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(START_SECONDS)
+        finally:
+            self.process.kill()
+
+
+def start(options: tuple[str, ...]) -> Server:
+    """A new server that answers.
+
+    Raises:
+        NotServedError: with what it wrote, if it ended or did not begin to serve.
+    """
+    command = [sys.executable, "-P", "-m", "megatron_async", "serve", "--model", "tiny"]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    with tempfile.NamedTemporaryFile() as log:
+        process = subprocess.Popen([*command, "--port", "0", *options], stderr=log, env=env)
+        limit = time.monotonic() + START_SECONDS
+        while not (found := re.search(r"http://[\d.]+:\d+", Path(log.name).read_text())):
+            if process.poll() is not None or time.monotonic() > limit:
+                process.kill()
+                raise NotServedError(f"no server with {options}: {Path(log.name).read_text()}")
+            time.sleep(0.05)
+    return Server(process, found.group())
+
+
+class Servers:
+    """Those that run, the last used at the end; a fourth ends the one that is longest unused."""
+
+    def __init__(self) -> None:
+        self._running: OrderedDict[tuple[str, ...], Server] = OrderedDict()
+
+    def get(self, options: list[str]) -> Server:
+        """One that serves with these options and has not ended."""
+        key = tuple(options)
+        server = self._running.pop(key, None)
+        if server is not None and server.process.poll() is not None:
+            server = None
+        if server is None:
+            while len(self._running) >= MOST_RUNNING:
+                self._running.popitem(last=False)[1].end()
+            server = start(key)
+        self._running[key] = server
+        return server
+
+    def end(self) -> None:
+        """End all of them."""
+        while self._running:
+            self._running.popitem()[1].end()
+
+
+SERVERS = Servers()
