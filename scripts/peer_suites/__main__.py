@@ -27,7 +27,7 @@ from scripts.peer_suites.verdicts import (
 )
 
 ROOT = Path(__file__).parents[2]
-TEST_SECONDS = 120
+TEST_SECONDS = 300
 
 
 def run(suite: Suite, checkout: Path, selection: str, expected: Path) -> Verdicts:

@@ -15,8 +15,8 @@ class Suite:
         folder: where they are started, below the checkout.
         files: patterns of the files, below ``folder``.
         marker: what a file must say to be a test of a server over HTTP.
-        plugins: files of fixtures that are taken where they are there, in the place of all
-            ``conftest.py``; by default those are taken.
+        conftest: whether its ``conftest.py`` are taken.
+        plugins: files of fixtures that are taken in their place, where they are there.
     """
 
     name: str
@@ -24,13 +24,14 @@ class Suite:
     folder: str
     files: tuple[str, ...]
     marker: str = ""
+    conftest: bool = True
     plugins: tuple[str, ...] = ()
 
     def arguments(self, checkout: Path) -> list[str]:
         """What pytest is given beside the files."""
         there = (each for each in self.plugins if (checkout / each).exists())
         names = [each.removesuffix(".py").replace("/", ".") for each in there]
-        alone = ["--noconftest"] if self.plugins else []
+        alone = ["--noconftest"] if not self.conftest else []
         return [*alone, *(word for name in names for word in ("-p", name))]
 
     def tests(self, checkout: Path) -> list[str]:
@@ -52,6 +53,7 @@ SUITES = (
             "tests/entrypoints/serve/**/test_*.py",
         ),
         marker="RemoteOpenAIServer(",
+        conftest=False,
         plugins=(
             "tests/entrypoints/conftest.py",
             "tests/entrypoints/openai/responses/conftest.py",
@@ -86,5 +88,15 @@ SUITES = (
             "tests/api_resources/test_responses.py",
             "tests/api_resources/chat/test_completions.py",
         ),
+    ),
+    Suite(
+        name="lmdeploy",
+        shim="lmdeploy_shim",
+        folder="",
+        files=(
+            "autotest/interface/restful/test_restful_chat_completions_v1.py",
+            "autotest/interface/restful/test_restful_completions_v1.py",
+        ),
+        conftest=False,
     ),
 )

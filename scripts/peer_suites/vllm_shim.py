@@ -183,6 +183,7 @@ def install(checkout: Path) -> None:
     give("vllm.transformers_utils.repo_utils", hf_api=_Hub)
     for home in ("vllm.tokenizers", "vllm.transformers_utils.tokenizer"):
         give(home, get_tokenizer=tokenizer)
+    give("vllm.envs", VLLM_USE_RUST_FRONTEND=False)
     give("vllm.version", __version__=__version__)
     given: dict[str, Any] = {"RemoteOpenAIServer": RemoteOpenAIServer, "VLLM_PATH": checkout}
     give("tests.utils", **given, ROCM_EXTRA_ARGS=[], multi_gpu_only=_needs_gpus)

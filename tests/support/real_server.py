@@ -52,8 +52,8 @@ class RealServer:
         return [process.memory_info().rss / MIB for process in self.processes()]
 
     def children(self, module: str) -> list[psutil.Process]:
-        """The processes of a module, which is named by the end of its name."""
-        return [each for each in self.processes()[1:] if f"{module} " in " ".join(each.cmdline())]
+        """The processes of a module, which is told by the end of its name."""
+        return [each for each in self.processes()[1:] if module in " ".join(each.cmdline())]
 
     async def control(self, path: str) -> None:
         """A control that must do what it is asked."""

@@ -65,6 +65,10 @@ class CompletionLogProbsShape(Shape):
     text_offset: list[int]
 
 
+PromptLogProbs = list[dict[str, Any] | None] | None
+"""By token id; null where nobody asked for it, as are lists of token ids."""
+
+
 class CompletionChoice(Shape):
     """One text."""
 
@@ -73,6 +77,9 @@ class CompletionChoice(Shape):
     logprobs: CompletionLogProbsShape | None
     finish_reason: FinishReason
     stop_reason: StopReason
+    prompt_logprobs: PromptLogProbs
+    prompt_token_ids: list[int] | None
+    token_ids: list[int] | None
 
 
 class CompletionAnswer(Shape):
@@ -137,6 +144,7 @@ class ChatChoice(Shape):
     logprobs: ChatLogProbs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: StopReason
+    token_ids: list[int] | None
 
 
 class ChatAnswer(Shape):
@@ -148,6 +156,8 @@ class ChatAnswer(Shape):
     model: str
     choices: list[ChatChoice]
     usage: UsageShape
+    prompt_logprobs: PromptLogProbs
+    prompt_token_ids: list[int] | None
     warnings: list[str] = []
 
 

@@ -87,29 +87,29 @@ class _ChatCompletion:
             self._choice(index, choice)
             for index, choice in enumerate(await self._front.generator.whole(job))
         ]
-        answer = {**self._head, "choices": choices, "usage": usage_of([job]).to_dict()}
-        answer |= self._prompt.fields
-        if self._body.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = self._prompt_log_probs()
-        if self._body.return_token_ids:
-            answer["prompt_token_ids"] = job.prompt
-        return answer
+        wants_log_probs = self._body.prompt_logprobs is not None
+        return {
+            **self._head,
+            "choices": choices,
+            "usage": usage_of([job]).to_dict(),
+            "prompt_logprobs": self._prompt_log_probs() if wants_log_probs else None,
+            "prompt_token_ids": job.prompt if self._body.return_token_ids else None,
+            **self._prompt.fields,
+        }
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         message = Message()
         parser = self._parser()
         message.add(parser.push(choice.text))
         message.add(parser.finish())
-        shown: dict[str, Any] = {
+        return {
             "index": index,
             "message": message.to_dict(),
             "logprobs": self._log_probs(choice.token_ids, choice.log_probs),
             "finish_reason": parser.finish_reason(choice.finish_reason),
             "stop_reason": choice.stop_reason,
+            "token_ids": choice.token_ids if self._body.return_token_ids else None,
         }
-        if self._body.return_token_ids:
-            shown["token_ids"] = choice.token_ids
-        return shown
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of the answer as a stream."""
@@ -120,7 +120,8 @@ class _ChatCompletion:
                 parser = parsers.get(index)
                 if parser is None:
                     parser = parsers[index] = self._parser()
-                    yield event(self._first(index, is_first=len(parsers) == 1))
+                    unsaid = len(piece.output.token_ids)
+                    yield event(self._first(index, unsaid, is_first=len(parsers) == 1))
                 for chunk in self._chunks(piece, parser):
                     yield event(chunk)
         if self._body.wants_usage:
@@ -128,10 +129,11 @@ class _ChatCompletion:
             yield event({**self._head, "choices": [], "usage": usage, **self._prompt.fields})
         yield DONE
 
-    def _first(self, index: int, *, is_first: bool) -> dict[str, Any]:
+    def _first(self, index: int, unsaid: int, *, is_first: bool) -> dict[str, Any]:
+        """The chunk that names the role, before ``unsaid`` tokens that are counted already."""
         delta = {"role": "assistant", "content": ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        chunk: dict[str, Any] = {**self._head, "choices": [choice], **self._usage()}
+        chunk: dict[str, Any] = {**self._head, "choices": [choice], **self._usage(unsaid)}
         if is_first and self._body.prompt_logprobs is not None:
             chunk["prompt_logprobs"] = self._prompt_log_probs()
         if is_first and self._body.return_token_ids:
@@ -167,10 +169,11 @@ class _ChatCompletion:
             chunks[-1] |= self._prompt.fields
         return chunks
 
-    def _usage(self) -> dict[str, Any]:
-        """The field of a chunk that is not the last."""
+    def _usage(self, unsaid: int = 0) -> dict[str, Any]:
+        """The field of a chunk that is not the last, but for tokens that come behind it."""
         if self._body.wants_continuous_usage:
-            return {"usage": usage_of([self._job]).to_dict()}
+            usage = usage_of([self._job])
+            return {"usage": usage._replace(generated=usage.generated - unsaid).to_dict()}
         return {"usage": None} if self._body.wants_usage else {}
 
     def _parser(self) -> MessageParser:

@@ -115,19 +115,18 @@ class _Completion:
                 parts.append(shaper.part(choice.token_ids, choice.log_probs))
             log_probs = joined(parts)
         text = choice.text if body.shows_generated else ""
-        shown: dict[str, Any] = {
+        ids = choice.token_ids if body.shows_generated else []
+        wants_log_probs = body.prompt_logprobs is not None
+        return {
             "index": number * body.num_choices + index,
             "text": (job.text or "") + text if body.echo else text,
             "logprobs": log_probs,
             "finish_reason": choice.finish_reason if body.shows_generated else "length",
             "stop_reason": choice.stop_reason if body.shows_generated else None,
+            "prompt_logprobs": self._prompt_log_probs(job) if wants_log_probs else None,
+            "prompt_token_ids": job.prompt if body.return_token_ids else None,
+            "token_ids": ids if body.return_token_ids else None,
         }
-        if body.prompt_logprobs is not None:
-            shown["prompt_logprobs"] = self._prompt_log_probs(job)
-        if body.return_token_ids:
-            shown["prompt_token_ids"] = job.prompt
-            shown["token_ids"] = choice.token_ids if body.shows_generated else []
-        return shown
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of the answer as a stream."""

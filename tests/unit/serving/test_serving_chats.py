@@ -54,6 +54,17 @@ def test_usage_of_each_chunk_grows(client: httpx.Client) -> None:
     chunks = events_of(client, "/v1/chat/completions", **body, stream_options=options)
     counts = [c["usage"]["completion_tokens"] for c in chunks if "usage" in c]
     assert counts == sorted(counts) and counts[-1] == 4
+    assert counts[0] == 0, "the chunk of the role has no token"
+
+
+def test_what_nobody_asked_for_is_null(client: httpx.Client) -> None:
+    """Clients written for vLLM read these fields without asking whether they are there."""
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    chat = post(client, "/v1/chat/completions", **body)
+    text = post(client, "/v1/completions", prompt="a", max_tokens=1)["choices"][0]
+    for shown in (chat, text):
+        assert shown["prompt_logprobs"] is None and shown["prompt_token_ids"] is None
+    assert text["token_ids"] is None and chat["choices"][0]["token_ids"] is None
 
 
 def test_response_events_are_those_of_openai(client: httpx.Client) -> None:
