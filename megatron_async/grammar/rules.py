@@ -8,6 +8,7 @@ from typing import Any
 import llguidance
 
 from megatron_async.grammar import ebnf
+from megatron_async.grammar.bounds import with_bounds_of_doubles
 from megatron_async.grammar.calls import Calls
 from megatron_async.grammar.spec import StructuredOutputs
 
@@ -16,9 +17,6 @@ OPTIONS = '%llguidance {"no_forcing": true}\n'
 WHITESPACE = r"[ \t]{0,2}(\r?\n[ \t]{0,40})?"
 """Between JSON's tokens, where nobody asks for another one: room to indent, and not to fill a
 length with blanks."""
-
-LARGEST_BOUND = 2**53
-_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 
 
 def rules_of(spec: StructuredOutputs) -> str:
@@ -50,10 +48,11 @@ def _message(spec: StructuredOutputs) -> str:
 
 
 def _json(schema: dict[str, Any], spec: StructuredOutputs) -> str:
-    """A schema with the whitespace of ``spec``."""
+    """A schema with the whitespace of ``spec``, and bounds of what a parser reads."""
     options: dict[str, Any] = {"whitespace_flexible": not spec.disable_any_whitespace}
     if not spec.disable_any_whitespace:
         options["whitespace_pattern"] = spec.whitespace_pattern or WHITESPACE
+    schema = with_bounds_of_doubles(schema)
     return json.dumps(schema | {"x-guidance": options}, allow_nan=False)
 
 
@@ -69,20 +68,4 @@ def _parsed_schema(text: str) -> dict[str, Any]:
         return {}
     if not isinstance(schema, dict):
         raise ValueError("a schema is a JSON object, or true")
-    _check_bounds(schema)
     return schema
-
-
-def _check_bounds(schema: Any) -> None:
-    """The library holds bounds as float64, and takes the nearest for one that is not."""
-    found = [schema]
-    while found:
-        node = found.pop()
-        if isinstance(node, list):
-            found += node
-        elif isinstance(node, dict):
-            found += node.values()
-            for name in _BOUNDS & node.keys():
-                bound = node[name]
-                if isinstance(bound, (int, float)) and abs(bound) > LARGEST_BOUND:
-                    raise ValueError(f"{name} {bound} is beyond {LARGEST_BOUND}, which is the most")

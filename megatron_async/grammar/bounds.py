@@ -1,0 +1,124 @@
+"""Bounds of JSON's numbers, which hold for the double that a parser makes of a text.
+
+The library compares texts digit by digit: 0.50000000000000002 is above 0.5 to it, and is 0.5 to
+whoever reads it. Rounding keeps the order, so that ``minimum`` and ``maximum`` hold for both.
+"""
+
+from __future__ import annotations
+
+import math
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
+from typing import Any
+
+LARGEST_BOUND = 2**53
+SMALLEST_BOUND = 1e-40
+"""No bound is nearer to 0, but for 0 itself: the library's rules nest by a level a digit."""
+EXACT_DIGITS = 15
+"""A decimal of no more digits is the shortest text of its double, and the library keeps it."""
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_DATA = {"const", "enum", "default", "examples"}
+"""Keywords whose values are no schemas."""
+_NAMED = {"properties", "patternProperties", "$defs", "definitions"}
+"""Keywords of schemas by names, which may be those of keywords."""
+
+
+def with_bounds_of_doubles(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema that the library reads as ``schema`` is meant: exclusive bounds become the next
+    ones that are not, and multiples have as many digits as a double keeps.
+
+    Raises:
+        ValueError: a bound is beyond what the library takes.
+    """
+    found = {name: _below(name, part) for name, part in schema.items()}
+    for name in _BOUNDS:
+        _check(name, found.get(name))
+    _round_bounds(found)
+    _limit_multiples(found)
+    return found
+
+
+def _below(keyword: str, value: Any) -> Any:
+    if keyword in _DATA:
+        return value
+    if isinstance(value, list):
+        return [_below("", part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if keyword in _NAMED:
+        return {name: _below("", part) for name, part in value.items()}
+    return with_bounds_of_doubles(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check(name: str, bound: Any) -> None:
+    if not _is_number(bound):
+        return
+    if abs(bound) > LARGEST_BOUND:
+        raise ValueError(f"{name} {bound} is beyond {LARGEST_BOUND}, which is the most")
+    if 0 < abs(bound) < SMALLEST_BOUND:
+        raise ValueError(f"{name} {bound} is beyond {SMALLEST_BOUND}, which is the nearest to 0")
+
+
+def _round_bounds(schema: dict[str, Any]) -> None:
+    """Bounds as inclusive ones of few digits. Whole numbers of up to :data:`LARGEST_BOUND` are
+    doubles, so that bounds of integers hold as they are."""
+    if schema.get("type") == "integer":
+        return
+    for inclusive, exclusive, inwards, tighter in (
+        ("minimum", "exclusiveMinimum", ROUND_CEILING, max),
+        ("maximum", "exclusiveMaximum", ROUND_FLOOR, min),
+    ):
+        bounds = [
+            _inwards(schema.pop(name), inwards, beyond=name == exclusive)
+            for name in (inclusive, exclusive)
+            if _is_number(schema.get(name))
+        ]
+        if bounds:
+            _set(schema, inclusive, tighter(bounds))
+
+
+def _set(schema: dict[str, Any], name: str, bound: float) -> None:
+    """Bound a schema. Of a bound away from 0 the library refuses the first decimals alone, as 0.9
+    of at most 0.99."""
+    shorter = _shorter(bound) if (bound > 0) == (name == "maximum") else []
+    if not shorter:
+        schema[name] = bound
+        return
+    within = {"anyOf": [{name: bound}, {"enum": shorter}]}
+    schema["allOf"] = [*schema.get("allOf", []), within]
+
+
+def _shorter(bound: float) -> list[float]:
+    """A bound with one decimal, with two and so on, but for all that it has."""
+    whole, _, decimals = f"{Decimal(repr(bound)):f}".partition(".")
+    found = (float(f"{whole}.{decimals[:count]}") for count in range(1, len(decimals)))
+    return [number for number in dict.fromkeys(found) if number not in (bound, 0)]
+
+
+def _inwards(bound: float, rounding: str, *, beyond: bool) -> float:
+    """The nearest bound of :data:`EXACT_DIGITS` digits within a bound, or beyond an exclusive one.
+    Whole numbers stay as they are."""
+    if not beyond and float(bound).is_integer():
+        return bound
+    given, context = Decimal(repr(bound)), Context(EXACT_DIGITS, rounding)
+    found = context.plus(given)
+    if beyond and found == given:
+        step = context.next_plus if rounding == ROUND_CEILING else context.next_minus
+        found = step(given)
+    if abs(found) >= Decimal(SMALLEST_BOUND):
+        return float(found)
+    return math.copysign(SMALLEST_BOUND, found) if given == 0 else 0.0
+
+
+def _limit_multiples(schema: dict[str, Any]) -> None:
+    multiple = schema.get("multipleOf")
+    if not _is_number(multiple) or multiple == 0:
+        return
+    digits = -int(Decimal(repr(multiple)).normalize().as_tuple().exponent)
+    most = LARGEST_BOUND if digits <= 0 else 10 ** max(EXACT_DIGITS - digits, 0)
+    for name, limit, tighter in (("minimum", -most, max), ("maximum", most, min)):
+        if _is_number(schema.get(name, 0)):
+            schema[name] = tighter(schema.get(name, limit), limit)
