@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron_async.checkpoint.huggingface.expert_weights import ExpertNames
+from megatron_async.checkpoint.huggingface.field_table import TABLE
 from megatron_async.checkpoint.huggingface.rope_fields import rope
 from megatron_async.checkpoint.reading.fields import Fields
 from megatron_async.models.description.config import ModelConfig
@@ -119,6 +120,7 @@ class Family:
             CheckpointError: a field is missing, of a wrong type, or asks for something that this
                 package cannot do.
         """
+        TABLE[self.model_type].check(values)
         fields = Fields(values, self.defaults, self.aliases, rope_kinds=self.rope_kinds)
         found = {**common(self, fields), **self.config(fields)}
         window = found.get("sliding_window")

@@ -113,6 +113,8 @@ def sigmoid_experts(fields: Fields) -> dict[str, Any]:
     taken = fields.read("topk_group", int, 1)
     if groups > 1 and chosen != 2 * taken:
         raise fields.unsupported("topk_group", f"half of num_experts_per_tok={chosen}", taken)
+    if fields.read("mlp_bias", bool, False):
+        raise fields.unsupported("mlp_bias", "false with layers of experts")
     shared = fields.read("moe_shared_expert_intermediate_size", int)
     return {
         "num_moe_experts": fields.read("n_routed_experts", int),

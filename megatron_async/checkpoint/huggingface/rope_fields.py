@@ -29,9 +29,11 @@ def rope(fields: Fields, *, partial: bool = False) -> dict[str, Any]:
         CheckpointError: a value is missing, of a wrong type, or asks for something unknown.
     """
     name = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
-    values = fields.get(name)
+    values = fields.values.get(name)
+    if values is None:  # a null is as absent here: the class has its own
+        values = fields.default(name)
     theta = fields.read("rope_theta", float, 10000.0)
-    fraction = fields.read("partial_rotary_factor", float, 1.0)
+    fraction = fields.optional("partial_rotary_factor", float, 1.0)
     tokens = fields.read("max_position_embeddings", int)
     if values is None:
         values = {}
@@ -40,7 +42,9 @@ def rope(fields: Fields, *, partial: bool = False) -> dict[str, Any]:
     if any(isinstance(value, dict) for value in values.values()):
         raise fields.unsupported(name, "one set of parameters for all layers")
     inner = Fields(values, at=f"{name}.")
-    fraction = inner.read("partial_rotary_factor", float, fraction)
+    fraction = inner.optional("partial_rotary_factor", float, fraction)
+    if fraction is None:
+        fraction = 1.0
     if fraction != 1 and not partial:
         raise fields.unsupported("partial_rotary_factor", "1.0", fraction)
     scaling = rope_scaling(fields, inner, tokens)
@@ -63,8 +67,15 @@ def _stretched(inner: Fields, tokens: int, scaling: RopeScaling) -> int:
     return int(tokens * scaling.factor)
 
 
-def rope_scaling(fields: Fields, inner: Fields, tokens: int) -> RopeScaling | None:
-    """The scaling that the object ``inner`` describes, in a model of ``tokens`` positions."""
+def rope_scaling(
+    fields: Fields, inner: Fields, tokens: int, *, of_all_layers: bool = True
+) -> RopeScaling | None:
+    """The scaling that the object ``inner`` describes, in a model of ``tokens`` positions.
+
+    Args:
+        of_all_layers: a length of ``fields`` wins over that of ``inner``, as in transformers where
+            all layers rotate alike.
+    """
     name = inner.values.get("rope_type", inner.values.get("type", "default"))
     name = fields.rope_kinds.get(name, name) if isinstance(name, str) else name
     if name == "default":
@@ -77,7 +88,9 @@ def rope_scaling(fields: Fields, inner: Fields, tokens: int) -> RopeScaling | No
     if kind == "dynamic":
         factor = inner.read("factor", float)
         return RopeScaling(kind=kind, factor=factor, original_max_position_embeddings=tokens)
-    original = fields.optional("original_max_position_embeddings", int)
+    original = None
+    if of_all_layers:
+        original = fields.optional("original_max_position_embeddings", int)
     if original is None:
         default = None if kind == "llama3" else tokens
         original = inner.read("original_max_position_embeddings", int, default)
@@ -110,7 +123,7 @@ def rope_scaling(fields: Fields, inner: Fields, tokens: int) -> RopeScaling | No
         ),
         beta_fast=inner.read("beta_fast", float, 32.0),
         beta_slow=inner.read("beta_slow", float, 1.0),
-        truncate=inner.read("truncate", bool, True),
+        truncate=inner.optional("truncate", bool, True) or False,
     )
 
 

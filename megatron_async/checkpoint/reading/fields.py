@@ -47,6 +47,10 @@ class Fields:
             f"{self._at}{name}={shown(value)} is not supported; supported: {supported}"
         )
 
+    def default(self, name: str) -> Any:
+        """What transformers assumes where the file is silent; None if it assumes nothing."""
+        return self._defaults.get(name)
+
     def get(self, name: str) -> Any:
         """A field of any type; None where there is none."""
         return self.values.get(self.name(name), self._defaults.get(name))

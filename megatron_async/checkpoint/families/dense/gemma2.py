@@ -26,8 +26,6 @@ ALIASES = {"hidden_act": "hidden_activation"}
 
 def gemma(fields: Fields, is_sliding: Callable[[int], bool]) -> dict[str, Any]:
     """What Gemma 2 and 3 share."""
-    if fields.read("use_bidirectional_attention", bool, False):
-        raise fields.unsupported("use_bidirectional_attention", "false")
     hidden_size = fields.read("hidden_size", int)
     scale = fields.read("query_pre_attn_scalar", float)
     return {

@@ -9,9 +9,6 @@ from megatron_async.checkpoint.reading.fields import Fields
 
 
 def config(fields: Fields) -> dict[str, Any]:
-    for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-        if fields.read(name, bool, False):
-            raise fields.unsupported(name, "false")
     scaled = fields.read("scale_attn_weights", bool, True)
     return {
         "num_kv_heads": fields.read("num_attention_heads", int),

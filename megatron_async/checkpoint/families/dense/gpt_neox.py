@@ -37,6 +37,7 @@ FAMILY = Family(
     defaults={
         "rms_norm_eps": 1e-5,
         "hidden_act": "gelu",
+        "intermediate_size": 24576,
         "attention_bias": True,
         "partial_rotary_factor": 0.25,
     },

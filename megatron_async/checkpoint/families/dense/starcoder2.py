@@ -26,6 +26,7 @@ FAMILY = Family(
     names=Names(fc1=("mlp.c_fc",), fc2="mlp.c_proj"),
     defaults={
         "num_key_value_heads": 2,
+        "intermediate_size": 12288,
         "rms_norm_eps": 1e-5,
         "hidden_act": "gelu_pytorch_tanh",
         "tie_word_embeddings": True,

@@ -10,14 +10,8 @@ from megatron_async.checkpoint.huggingface.family import Family, Names, expert_f
 from megatron_async.checkpoint.reading.fields import Fields
 from megatron_async.models.description.latent_config import LatentAttention
 
-ONLY = {"attention_bias": False, "mlp_bias": False, "norm_topk_prob": False, "moe_layer_freq": 1,
-        "scoring_func": "softmax"}  # fmt: skip
-
 
 def config(fields: Fields) -> dict[str, Any]:
-    for name, value in ONLY.items():
-        if fields.get(name) not in (None, value):
-            raise fields.unsupported(name, repr(value))
     rotated = fields.read("qk_rope_head_dim", int)
     head_dim = rotated + fields.read("qk_nope_head_dim", int)
     return {

@@ -15,8 +15,6 @@ from megatron_async.checkpoint.reading.fields import Fields
 
 
 def config(fields: Fields) -> dict[str, Any]:
-    if fields.read("swiglu_alpha", float, 1.702) != 1.702:
-        raise fields.unsupported("swiglu_alpha", "1.702")
     window = fields.optional("sliding_window", int)
     return {
         **expert_fields(fields),

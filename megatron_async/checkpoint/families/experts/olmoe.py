@@ -9,8 +9,6 @@ from megatron_async.checkpoint.reading.fields import Fields
 
 
 def config(fields: Fields) -> dict[str, Any]:
-    if fields.optional("clip_qkv", float) is not None:
-        raise fields.unsupported("clip_qkv", "null")
     return {
         **expert_fields(fields),
         "moe_ffn_hidden_size": fields.read("intermediate_size", int),

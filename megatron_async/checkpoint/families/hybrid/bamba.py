@@ -10,6 +10,7 @@ from megatron_async.checkpoint.reading.fields import Fields
 from megatron_async.models.mamba.sizes import ATTENTION, MAMBA, MLP
 
 MAMBA_ALIASES = {
+    "mamba_hidden_act": "hidden_act",
     "mamba_num_heads": "mamba_n_heads",
     "mamba_head_dim": "mamba_d_head",
     "mamba_num_groups": "mamba_n_groups",
@@ -29,7 +30,6 @@ def config(fields: Fields) -> dict[str, Any]:
     return {
         **mamba_fields(fields, expanded=True),
         **pattern_fields("".join(kind + MLP for kind in kinds)),
-        "rotary_fraction": 0.5,
     }
 
 
@@ -49,6 +49,7 @@ FAMILY = Family(
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 262144,
+        "partial_rotary_factor": 0.5,
         **MAMBA_DEFAULTS,
     },
     aliases=MAMBA_ALIASES,

@@ -14,8 +14,6 @@ from megatron_async.models.mamba.sizes import EXPERTS
 def config(fields: Fields) -> dict[str, Any]:
     kinds = hybrid.pattern(fields, "hybrid_override_pattern")
     kinds = kinds or hybrid.letters(fields, "layers_block_type", None)
-    if fields.optional("sliding_window", int) is not None:
-        raise fields.unsupported("sliding_window", "null")
     head_dim = fields.optional("attention_head_dim", int)  # as its authors' files have it
     return {
         **({} if head_dim is None else {"head_dim": head_dim}),
@@ -58,6 +56,7 @@ FAMILY = Family(
     ),
     defaults={
         "num_hidden_layers": 1,
+        "intermediate_size": 21504,
         "num_key_value_heads": 8,
         "head_dim": 128,
         "rms_norm_eps": 1e-5,
