@@ -13,15 +13,9 @@ and ``parallel_layouts`` joins and makes shards.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from megatron_async.weights.group import WeightGroup
-    from megatron_async.weights.parallel_layouts import join_shards, relay, shard_of
-    from megatron_async.weights.shared_memory import SharedWeights, open_weights
-    from megatron_async.weights.source import WeightSource
-
-_HOMES = {
+HOMES = {
     "SharedWeights": "shared_memory",
     "WeightGroup": "group",
     "WeightSource": "source",
@@ -30,19 +24,16 @@ _HOMES = {
     "relay": "parallel_layouts",
     "shard_of": "parallel_layouts",
 }
+"""Where each name lives; ``__init__.pyi`` has the same for type checkers."""
 
-__all__ = [
-    "SharedWeights",
-    "WeightGroup",
-    "WeightSource",
-    "join_shards",
-    "open_weights",
-    "relay",
-    "shard_of",
-]
+__all__ = sorted(HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *HOMES})

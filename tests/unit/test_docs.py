@@ -18,6 +18,13 @@ PAGES = (
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((PACKAGE / "contrib").rglob("*.md")),
 )
+BESIDE = (
+    ROOT / "CHANGELOG.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+    *ROOT.glob("deploy/*.md"),
+)
+"""Pages that the index need not name."""
 DESIGN = (ROOT / "docs" / "design.md").read_text()
 INTERNALS = {p.stem: p.read_text() for p in (ROOT / "docs" / "internals").glob("*.md")}
 DETAILED = "\n".join((DESIGN, *INTERNALS.values()))
@@ -34,7 +41,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", (*PAGES, *BESIDE), ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
         name, _, anchor = link.partition("#")
@@ -43,7 +50,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", (*PAGES, *BESIDE), ids=lambda page: page.name)
 def test_lines_are_wrapped(page: Path) -> None:
     if page.name.startswith("performance"):
         pytest.skip("it is a record of measurements, which is left as it was written")

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 import megatron_async
-from megatron_async import megatron_api
+from megatron_async import megatron_api, weights
+from megatron_async.contrib import transformers
 from megatron_async.engine import engine
 from megatron_async.engine.api_style import OUR_STYLE, ApiStyle
 from megatron_async.megatron_api.engine import MEGATRON_STYLE
 
-PACKAGES = (megatron_async, megatron_api)
+PACKAGES = (megatron_async, megatron_api, weights, transformers)
 EARLIER = [
     "DynamicInferenceContext",
     "DynamicInferenceEngine",
@@ -61,6 +62,8 @@ def test_the_table_of_names_is_what_users_and_type_checkers_see(package: Any) ->
     assert sorted(stub) == sorted(package.__all__)
     assert package.HOMES.keys() == set(stub) - {"__version__"}
     assert set(package.__all__) <= set(dir(package))
+    if package is transformers:
+        pytest.importorskip("transformers")
     for name, (module, called) in stub.items():
         assert getattr(package, name) is getattr(importlib.import_module(module), called), name
 

@@ -7,54 +7,30 @@ when it is first asked for.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from megatron_async.contrib.transformers.captured.generate import (
-        CapturedGenerate,
-        generate_captured,
-    )
-    from megatron_async.contrib.transformers.engine.batch import async_generate_batch
-    from megatron_async.contrib.transformers.engine.manager import AsyncContinuousBatchingManager
-    from megatron_async.contrib.transformers.stopping.criteria import (
-        AsyncStoppingCriteriaList,
-        reads_on_host,
-    )
-    from megatron_async.contrib.transformers.stopping.generate import (
-        AsyncGenerate,
-        async_generate,
-        async_stopping,
-    )
-    from megatron_async.contrib.transformers.stopping.streams import alternating_streams
+from typing import Any
 
 HOMES = {
     "AsyncContinuousBatchingManager": "engine.manager",
     "AsyncGenerate": "stopping.generate",
-    "CapturedGenerate": "captured.generate",
     "AsyncStoppingCriteriaList": "stopping.criteria",
+    "CapturedGenerate": "captured.generate",
+    "alternating_streams": "stopping.streams",
     "async_generate": "stopping.generate",
     "async_generate_batch": "engine.batch",
     "async_stopping": "stopping.generate",
-    "alternating_streams": "stopping.streams",
     "generate_captured": "captured.generate",
     "reads_on_host": "stopping.criteria",
 }
+"""Where each name lives; ``__init__.pyi`` has the same for type checkers."""
 
-__all__ = [
-    "AsyncContinuousBatchingManager",
-    "AsyncGenerate",
-    "AsyncStoppingCriteriaList",
-    "CapturedGenerate",
-    "alternating_streams",
-    "async_generate",
-    "async_generate_batch",
-    "async_stopping",
-    "generate_captured",
-    "reads_on_host",
-]
+__all__ = sorted(HOMES)
 
 
 def __getattr__(name: str) -> Any:
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *HOMES})
