@@ -1,7 +1,7 @@
 """Bounds of JSON's numbers, which hold for the double that a parser makes of a text.
 
 The library compares texts digit by digit: 0.50000000000000002 is above 0.5 to it, and is 0.5 to
-whoever reads it. Rounding keeps the order, so that ``minimum`` and ``maximum`` hold for both.
+what reads it. Rounding keeps the order, so that ``minimum`` and ``maximum`` hold for both.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def start(options: tuple[str, ...]) -> Server:
 
 
 class Servers:
-    """Those that run, the last used at the end; a fourth ends the one that is longest unused."""
+    """The servers that run, the last used at the end; a fourth ends the one longest unused."""
 
     def __init__(self) -> None:
         self._running: OrderedDict[tuple[str, ...], Server] = OrderedDict()

@@ -61,7 +61,7 @@ class ChatSampling:
         return cls(values, values.pop("seed"), sources)
 
     def params(self, room: int) -> SamplingParams:
-        """Those of an answer that has room for so many tokens, of one at least."""
+        """The parameters of an answer that has room for ``room`` tokens, and for one at least."""
         most = max(1, min(self.values["num_tokens_to_generate"], room))
         return SamplingParams(**{**self.values, "num_tokens_to_generate": most})
 
