@@ -47,6 +47,8 @@ def parse_device(name: object) -> torch.device:
     from megatron_async.errors import ConfigError, shown
 
     said = f"device={shown(name)} is not known; use cpu, cuda or cuda:N"
+    if isinstance(name, bytes):  # torch takes them as text
+        raise ConfigError(said)
     try:
         device = torch.device(name)  # type: ignore[call-overload]
     except (RuntimeError, TypeError, ValueError, OverflowError):
