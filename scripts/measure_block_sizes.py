@@ -4,6 +4,7 @@
 
 All sizes decode the same loads in turns, round by round, with fresh prompts in each: a full batch,
 a long prompt, and short chats of several users, whose prompts begin with all that was said before.
+On a CPU times are those of all threads together, so that other processes matter little.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import contextlib
 import random
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -49,6 +51,8 @@ class Measurement:
     def __init__(self, engine: DynamicInferenceEngine) -> None:
         self._engine = engine
         self._vocabulary = engine.model.network.vocab_size
+        is_cpu = engine.cache.device.type == "cpu"
+        self._seconds = time.process_time if is_cpu else time.perf_counter
 
     def round(self, seed: int) -> Figures:
         """Each load once."""
@@ -57,13 +61,17 @@ class Measurement:
         prefill_ms = self._prefill_ms(chance)
         return Figures(step_ms, prefill_ms, *self._chats(chance))
 
+    def warm_up(self) -> None:
+        """What the first steps of a process pay is no figure."""
+        self._engine.generate([self._tokens(random.Random(0), DECODE_PROMPT)] * ROWS, _greedy(4))
+
     def _step_ms(self, chance: random.Random) -> float:
         params = _greedy(DECODE_TOKENS)
         for row in range(ROWS):
             self._engine.add_request(row, self._tokens(chance, DECODE_PROMPT), params)
-        taken, before = [], time.perf_counter()
+        taken, before = [], self._seconds()
         for step in drive(self._engine):
-            now = time.perf_counter()
+            now = self._seconds()
             if len(step["tokens"]) == ROWS:
                 taken.append(1e3 * (now - before))
             before = now
@@ -71,15 +79,15 @@ class Measurement:
 
     def _prefill_ms(self, chance: random.Random) -> float:
         prompt = self._tokens(chance, LONG_PROMPT)
-        started = time.perf_counter()
+        started = self._seconds()
         self._engine.generate([prompt], _greedy(1))
-        return 1e3 * (time.perf_counter() - started)
+        return 1e3 * (self._seconds() - started)
 
     def _chats(self, chance: random.Random) -> tuple[float, float]:
         system = self._tokens(chance, SYSTEM_TOKENS)
         chats = [list(system) for _ in range(USERS)]
         cached = asked = 0
-        started = time.perf_counter()
+        started = self._seconds()
         for _ in range(TURNS):
             for chat in chats:
                 chat += self._tokens(chance, chance.randint(*QUESTION_TOKENS))
@@ -88,7 +96,7 @@ class Measurement:
             ):
                 cached, asked = cached + done.num_cached_tokens, asked + done.prompt_length
                 chat += done.generated_tokens
-        return time.perf_counter() - started, cached / asked
+        return self._seconds() - started, cached / asked
 
     def _tokens(self, chance: random.Random, count: int) -> list[int]:
         return [chance.randrange(self._vocabulary) for _ in range(count)]
@@ -107,11 +115,12 @@ def measure(model: str, sizes: list[int], rounds: int) -> Iterator[tuple[int, Fi
             config = EngineConfig(depth=1, block_size_tokens=size)
             engine = DynamicInferenceEngine.from_pretrained(model, config)
             engines[size] = Measurement(opened.enter_context(engine))
-            engines[size].round(-1)
+            engines[size].warm_up()
         for number in range(rounds):
             order = sizes if number % 2 == 0 else sizes[::-1]
             for size in order:
                 found[size].append(engines[size].round(number))
+                print(f"round {number + 1}, blocks of {size}: {found[size][-1]}", file=sys.stderr)
     for size, each in found.items():
         names = Figures.__slots__
         yield size, Figures(*(statistics.median(getattr(f, name) for f in each) for name in names))
