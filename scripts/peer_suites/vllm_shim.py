@@ -42,6 +42,7 @@ WITHOUT_EFFECT = {
     "--enable-chunked-prefill": 0,
     "--enable-lora": 0,
     "--enable-prefix-caching": 0,
+    "--enable-prompt-tokens-details": 0,
     "--enforce-eager": 0,
     "--gpu-memory-utilization": 1,
     "--load-format": 1,
@@ -72,7 +73,7 @@ def _value(name: str, value: str) -> list[str]:
             return ["--tool-call-format", FORMATS[value]]
         case _ if name in SAME:
             return [SAME[name], value]
-    raise NotServedError(f"{name} {value}")
+    raise NotServedError(name)
 
 
 def options(model: str, arguments: list[str]) -> list[str]:

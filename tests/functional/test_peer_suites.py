@@ -76,6 +76,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path / "checkout"
 
 
+@pytest.mark.slow
 def test_a_checkouts_tests_are_told_apart(
     checkout: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,6 +92,7 @@ def test_a_checkouts_tests_are_told_apart(
     assert "'Paris' in" in lines[-1]
 
 
+@pytest.mark.slow
 def test_the_status_is_0_where_nothing_fails_unexpectedly(
     checkout: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,7 +133,7 @@ def test_vllms_options_become_ours() -> None:
     assert vllm_options("m", asked) == [*length, "--api-key", "k", *names]
     assert vllm_options("m", ["--max-model-len", "8192"]) == ["--served-model-name", "m"]
     assert vllm_options("m", ["--served-model-name", "o"]) == ["--served-model-name", "o"]
-    with pytest.raises(NotServedError, match="--uds path"):
+    with pytest.raises(NotServedError, match="--uds"):
         vllm_options("m", ["--uds", "path"])
 
 
