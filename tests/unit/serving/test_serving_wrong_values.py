@@ -188,6 +188,15 @@ def test_fields_of_other_servers_that_change_the_answer_are_refused(
     post(client, path, **ENDPOINTS[path], **neutral, who_knows=[1], service_tier="flex", user="me")
 
 
+@pytest.mark.parametrize("path", ("/v1/completions", "/v1/chat/completions"))
+@pytest.mark.parametrize("name", ("logprob_token_ids", "return_token_offsets", "watermarking"))
+def test_fields_of_newer_releases_of_vllm_are_refused_by_name(
+    client: httpx.Client, path: str, name: str
+) -> None:
+    error = error_of(client.post(path, json={**ENDPOINTS[path], name: [50]}), 400)
+    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+
+
 def test_too_long_prompts_have_openais_code(client: httpx.Client) -> None:
     error = error_of(client.post("/v1/completions", json={"prompt": "a" * 256}), 400)
     assert error["code"] == "context_length_exceeded"
