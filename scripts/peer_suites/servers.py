@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 MOST_RUNNING = 3
-START_SECONDS = 120
+MOST_SECONDS = 900
 
 
 class NotServedError(Exception):
@@ -35,7 +35,7 @@ class Server:
     def end(self) -> None:
         self.process.terminate()
         try:
-            self.process.wait(START_SECONDS)
+            self.process.wait(MOST_SECONDS)
         finally:
             self.process.kill()
 
@@ -44,18 +44,23 @@ def start(options: tuple[str, ...]) -> Server:
     """A new server that answers.
 
     Raises:
-        NotServedError: with what it wrote, if it ended or did not begin to serve.
+        NotServedError: with what it wrote, if it ended.
+        TimeoutError: likewise, if it does not begin to serve.
     """
     command = [sys.executable, "-P", "-m", "megatron_async", "serve", "--model", "tiny"]
+    command += ["--shutdown-timeout", "1", "--port", "0", *options]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     with tempfile.NamedTemporaryFile() as log:
-        process = subprocess.Popen([*command, "--port", "0", *options], stderr=log, env=env)
-        limit = time.monotonic() + START_SECONDS
+        process = subprocess.Popen(command, stderr=log, env=env)
+        limit = time.monotonic() + MOST_SECONDS
         while not (found := re.search(r"http://[\d.]+:\d+", Path(log.name).read_text())):
-            if process.poll() is not None or time.monotonic() > limit:
+            said = f"no server with {options}: {Path(log.name).read_text()}"
+            if process.poll() is not None:
+                raise NotServedError(said)
+            if time.monotonic() > limit:
                 process.kill()
-                raise NotServedError(f"no server with {options}: {Path(log.name).read_text()}")
+                raise TimeoutError(said)
             time.sleep(0.05)
     return Server(process, found.group())
 
