@@ -62,7 +62,7 @@ def sizes_of(
     """
     spec, further = cached_tokens(model, draft, config)
     token_bytes = spec.token_bytes + further
-    length = _length(model, draft if further else None, config)
+    length = _length(model, config)
     block_size = config.block_size_tokens or BLOCK_SIZE_TOKENS[device]
     block_count, asked = config.block_count, None
     if block_count is None and config.buffer_size_gb is None:
@@ -99,7 +99,7 @@ def sizes_of(
     return dataclasses.replace(sizes, max_sequence_length=served)
 
 
-def _length(model: ModelDescription, draft: ModelDescription | None, config: EngineConfig) -> int:
+def _length(model: ModelDescription, config: EngineConfig) -> int:
     """The most tokens of a request, before the cache has a say."""
     most, asked = model.max_sequence_length, config.max_sequence_length
     if most is None and asked is None:
@@ -108,15 +108,9 @@ def _length(model: ModelDescription, draft: ModelDescription | None, config: Eng
         raise ConfigError(
             f"max_sequence_length={asked} exceeds the model's {most}; lower it or leave it out"
         )
-    drafts = None if draft is None else draft.max_sequence_length
-    if asked is not None and drafts is not None and asked > drafts:
-        raise ConfigError(
-            f"draft_model takes {drafts} tokens and requests may have {asked}; set "
-            "max_sequence_length to that or less"
-        )
     if asked is not None:
         return asked
-    limits = [most, drafts, MOST_DEFAULT_TOKENS]
+    limits = [most, MOST_DEFAULT_TOKENS]
     if config.num_speculative_tokens:  # drafts do not cross it
         limits.append(model.rotation_limit)
     return min(limit for limit in limits if limit is not None)

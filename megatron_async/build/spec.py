@@ -3,6 +3,7 @@ and sent to the other ranks as it is."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
 from megatron_async.build.sizes import cached_tokens, sizes_of, snapshot_count_of
@@ -18,6 +19,8 @@ from megatron_async.scheduler.limits import Limits
 
 CHUNKS_AT_ONCE = 4
 """Prefill chunks that fit into a forward next to full decode rows, unless its size is given."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +93,7 @@ class EngineSpec:
             described,
             drafting,
             device,
+            draft_limit=None if draft is None else draft_limit_of(draft, sizes),
             enable_chunked_prefill=enable_chunked_prefill,
             state_snapshots=None if described.state_bytes is None else snapshots,
         )
@@ -174,6 +178,19 @@ def micro_batches_of(model: ModelDescription, config: EngineConfig, device: str)
     return 1 if device == "cuda" else model.stages
 
 
+def draft_limit_of(draft: ModelDescription, sizes: CacheSizes) -> int | None:
+    """Return the positions that a model that drafts takes, or None if no request has more."""
+    limit = draft.position_limit
+    if limit is None or limit >= sizes.max_sequence_length:
+        return None
+    logger.info(
+        "draft_model drafts for the first %s tokens of a request, of at most %s; it goes on alone",
+        f"{limit:,}",
+        f"{sizes.max_sequence_length:,}",
+    )
+    return limit
+
+
 def limits_of(
     sizes: CacheSizes,
     config: EngineConfig,
@@ -181,12 +198,14 @@ def limits_of(
     drafting: Drafting,
     device: str,
     *,
+    draft_limit: int | None = None,
     enable_chunked_prefill: bool = True,
     state_snapshots: int | None = None,
 ) -> Limits:
     """The scheduler's limits; the cache's sizes win over the configuration's.
 
     Args:
+        draft_limit: positions that a model that drafts takes; None is all.
         state_snapshots: None without recurrent layers.
 
     Raises:
@@ -226,6 +245,7 @@ def limits_of(
         enable_prefix_caching=config.enable_prefix_caching,
         windows=draft_windows(window - 1, adaptive=config.adaptive_speculation),
         lookahead=drafting.lookahead,
+        draft_limit=draft_limit,
         admit_tokens=drafting.wants_tokens,
         paused_block_count=sizes.paused_block_count,
         rotation_limit=rotation_limit,

@@ -1,7 +1,8 @@
 """Drafts of a smaller model over the same vocabulary.
 
 Its keys and values stand in a cache of its own under the same block tables, so that admission,
-prefix hits and evictions hold for both.
+prefix hits and evictions hold for both. It may take fewer positions than the model that verifies:
+behind them its drafts are worth nothing, and the scheduler asks for none.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_async.config.engine_config import MAX_COUNT
 from megatron_async.runner.drafter import MixedTokens, SampledRows
 from megatron_async.runner.memory.attention_metadata import metadata_of_mixed
 from megatron_async.runner.memory.forward_batch import ForwardBatch
@@ -34,6 +36,8 @@ class ModelDrafter:
         self._network = network
         self._batch = batch.beside(network.kv_cache_spec.decoder)
         self._state = batch.slots
+        limits = (network.max_sequence_length, network.rotation_limit)
+        self._limit = min((n for n in limits if n is not None), default=MAX_COUNT)
         slots = batch.slot_count + 1
         self._last = torch.zeros(slots, dtype=torch.int64, device=batch.device)
         """By slot, the last token that it has seen: its block may not have been there yet."""
@@ -50,12 +54,14 @@ class ModelDrafter:
         filled = lengths > 0
         lasts = torch.where(filled, firsts + lengths - 1, 0)
         self._last[torch.where(filled, slots, null_slot)] = tokens.ids[lasts]
+        unread = tokens.decodes | (tokens.positions >= self._limit)
+        positions = torch.where(unread, 0, tokens.positions)
         batch.begin(
             metadata_of_mixed(
                 self._state,
                 batch.block_size_tokens,
-                torch.where(tokens.decodes, null_slot, tokens.slots),
-                torch.where(tokens.decodes, 0, tokens.positions),
+                torch.where(unread, null_slot, tokens.slots),
+                positions,
                 decodes=tokens.decodes,
                 chunks=tokens.chunks,
                 last_token_index=tokens.last_token_index,
@@ -63,7 +69,7 @@ class ModelDrafter:
                 read_lengths=batch.device.type != "cuda",
             )
         )
-        self._network.forward(tokens.ids, tokens.positions, batch)
+        self._network.forward(tokens.ids, positions, batch)
 
     def draft(self, rows: SampledRows, count: int) -> Tensor:
         slots, sampled, last, first = rows
@@ -91,8 +97,9 @@ class ModelDrafter:
             (positions <= end[:, None])
             & (slots != batch.null_slot)[:, None]
             & (positions + 1 < state.max_total[slots][:, None])
+            & (positions < self._limit)
         ).flatten()
-        # Positions of tokens behind a request's end may have no embedding.
+        # Positions behind a request's end or this model's may have no embedding.
         positions_read = torch.where(valid, positions.flatten(), 0)
         at = torch.arange(rows, device=slots.device) * width
         if width > 1:

@@ -135,6 +135,12 @@ class ModelDescription:
         )
 
     @property
+    def position_limit(self) -> int | None:
+        """Positions that are computed in one way; None says nothing."""
+        limits = (self.max_sequence_length, self.rotation_limit)
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
     def cached(self) -> KVCacheSpec:
         """What a token takes in the KV cache.
 

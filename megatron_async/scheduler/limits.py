@@ -15,8 +15,9 @@ class Limits:
     ``windows`` are the numbers of tokens that the decode rows of a step may bring, ascending from
     1; blocks are given for ``lookahead`` positions more, to which drafting may write.
     ``priority_step`` is the number of tickets by which one step of priority goes ahead.
-    ``admit_tokens``: admissions bring the request's tokens. Requests of more than
-    ``rotation_limit`` tokens are computed with other rotations (longrope): one that reaches it is
+    Rows behind ``draft_limit`` positions, which are all that a model that drafts takes, bring one
+    token; None is no limit. ``admit_tokens``: admissions bring the request's tokens. Requests of
+    more than ``rotation_limit`` tokens are computed with other rotations (longrope): one that reaches it is
     computed again as a whole. Tokens attend to no more than ``attention_window`` tokens, their own
     included: blocks behind it come free. ``paused_block_count``:
     blocks that stalled requests may keep; None is all. ``state_snapshots``: of a model with
@@ -39,6 +40,7 @@ class Limits:
     priority_step: int = 1000
     windows: tuple[int, ...] = (1,)
     lookahead: int = 0
+    draft_limit: int | None = None
     admit_tokens: bool = False
     paused_block_count: int | None = None
     rotation_limit: int | None = None

@@ -294,6 +294,8 @@ class Scheduler:
             self._preemption.unstall(micro_batch)
         if self.limits.rotation_limit is not None:
             self._evict_grown(micro_batch, self.limits.rotation_limit)
+        if window > 1 and self.limits.draft_limit is not None:
+            self._end_drafts(micro_batch, self.limits.draft_limit)
         size, lookahead = self.limits.block_size, self.limits.lookahead
         needy: dict[Sequence, int] = {}
         for sequence in decoding:
@@ -335,6 +337,13 @@ class Scheduler:
         for sequence in grown:
             if not sequence.long_rotation:
                 self.table.evict(sequence)
+
+    def _end_drafts(self, micro_batch: int, limit: int) -> None:
+        """Let those go on without drafts whose next token may be behind what drafts."""
+        for sequence in self.table.decoding[micro_batch].values():
+            if sequence.window > 1 and sequence.kv_bound >= limit:
+                sequence.take_window(1)
+                self.table.row_maps.clear()
 
     # --- commit -------------------------------------------------------------------------------
 

@@ -117,9 +117,9 @@ TABLE: dict[str, FieldUses] = {
         "num_local_experts num_experts_per_tok", "attention_bias mlp_bias norm_topk_prob"
     ),
     "nemotron_h": LIBRARY | TRAINING | SIZES | FieldUses.of(
-        "mlp_bias hybrid_override_pattern layers_block_type attention_head_dim mlp_hidden_act "
-        "layer_norm_epsilon mamba_num_heads mamba_head_dim n_groups ssm_state_size conv_kernel "
-        "use_conv_bias use_bias mamba_hidden_act time_step_limit n_routed_experts "
+        "mlp_bias hybrid_override_pattern layer_types layers_block_type attention_head_dim "
+        "mlp_hidden_act layer_norm_epsilon mamba_num_heads mamba_head_dim n_groups ssm_state_size "
+        "conv_kernel use_conv_bias use_bias mamba_hidden_act time_step_limit n_routed_experts "
         "num_experts_per_tok n_group topk_group norm_topk_prob routed_scaling_factor "
         "moe_intermediate_size moe_shared_expert_intermediate_size moe_latent_size",
         "hidden_act num_hidden_layers use_mamba_kernels expand time_step_min time_step_max "

@@ -20,28 +20,16 @@ def rope(fields: Fields, *, partial: bool = False) -> dict[str, Any]:
     """``rope_theta``, ``rope_scaling``, ``rotary_fraction`` and ``max_sequence_length`` of a
     :class:`ModelConfig` whose layers all rotate alike.
 
-    Where both are there, transformers takes ``rope_scaling`` and nothing of ``rope_parameters``.
-
     Args:
         partial: the model may rotate a part of each head.
 
     Raises:
         CheckpointError: a value is missing, of a wrong type, or asks for something unknown.
     """
-    name = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
-    values = fields.values.get(name)
-    if values is None:  # a null is as absent here: the class has its own
-        values = fields.default(name)
+    inner = given_rope(fields)
     theta = fields.read("rope_theta", float, 10000.0)
     fraction = fields.optional("partial_rotary_factor", float, 1.0)
     tokens = fields.read("max_position_embeddings", int)
-    if values is None:
-        values = {}
-    if not isinstance(values, dict):
-        raise fields.unsupported(name, "an object")
-    if any(isinstance(value, dict) for value in values.values()):
-        raise fields.unsupported(name, "one set of parameters for all layers")
-    inner = Fields(values, at=f"{name}.")
     fraction = inner.optional("partial_rotary_factor", float, fraction)
     if fraction is None:
         fraction = 1.0
@@ -61,6 +49,29 @@ def rope(fields: Fields, *, partial: bool = False) -> dict[str, Any]:
     }
 
 
+def given_rope(fields: Fields) -> Fields:
+    """The object that describes the rope of all layers. Where both are there, transformers takes
+    ``rope_scaling`` and nothing of ``rope_parameters``; a null is as absent.
+
+    Raises:
+        CheckpointError: it is no object, or one for each kind of layers.
+    """
+    name = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
+    values = fields.values.get(name)
+    if values is None:
+        values = fields.default(name) or {}
+    if not isinstance(values, dict):
+        raise fields.unsupported(name, "an object")
+    if any(isinstance(value, dict) for value in values.values()):
+        raise fields.unsupported(name, "one set of parameters for all layers")
+    return Fields(values, at=f"{name}.")
+
+
+def rope_kind(inner: Fields) -> Any:
+    """The kind of a rope under its newer or its older name."""
+    return inner.values.get("rope_type", inner.values.get("type", "default"))
+
+
 def _stretched(inner: Fields, tokens: int, scaling: RopeScaling) -> int:
     if tokens * scaling.factor > MAX_COUNT:
         raise inner.unsupported("factor", f"at most {MAX_COUNT} positions", scaling.factor)
@@ -76,7 +87,7 @@ def rope_scaling(
         of_all_layers: a length of ``fields`` wins over that of ``inner``, as in transformers where
             all layers rotate alike.
     """
-    name = inner.values.get("rope_type", inner.values.get("type", "default"))
+    name = rope_kind(inner)
     name = fields.rope_kinds.get(name, name) if isinstance(name, str) else name
     if name == "default":
         return None

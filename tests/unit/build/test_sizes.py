@@ -17,12 +17,13 @@ from megatron_async.build.sizes import (
     sizes_of,
     snapshot_count_of,
 )
+from megatron_async.build.spec import draft_limit_of
 from megatron_async.config.engine_config import EngineConfig
 from megatron_async.device import memory
 from megatron_async.engine import engine as engine_module
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.recording import read_run
-from megatron_async.errors import CacheTooLargeError, ConfigError, ModelTooLargeError
+from megatron_async.errors import CacheTooLargeError, ModelTooLargeError
 from megatron_async.models.build import build_model
 from megatron_async.models.description.kv_cache_spec import KVCacheSpec
 from megatron_async.models.description.memory_traffic import weight_bytes
@@ -110,15 +111,25 @@ def test_no_room_for_one_block_is_one_line() -> None:
         sizes(2**19, 1000)
 
 
-def test_a_draft_models_length_shortens_a_default_and_refuses_what_was_given() -> None:
-    def found(**asked: Any) -> int:
-        config = EngineConfig(num_speculative_tokens=2, draft_model="tiny", **asked)
-        made = sizes_of(described(2**17), described(2**15), config, "cuda", None)
-        return made.max_sequence_length
+@pytest.mark.parametrize("asked", ({}, {"max_sequence_length": 2**16}))
+def test_requests_may_be_longer_than_what_a_draft_model_takes(asked: dict[str, int]) -> None:
+    def length(draft: ModelDescription | None, **values: Any) -> int:
+        config = EngineConfig(**asked, **values)
+        return sizes_of(described(2**17), draft, config, "cuda", None).max_sequence_length
 
-    assert found() == 2**15
-    with pytest.raises(ConfigError, match="draft_model takes 32768 tokens and requests may have"):
-        found(max_sequence_length=2**16)
+    drafting = {"num_speculative_tokens": 2, "draft_model": "tiny"}
+    assert length(described(2**10), **drafting) == length(None)
+
+
+def test_drafts_end_where_their_model_does() -> None:
+    made = sizes_of(described(4096), None, EngineConfig(), "cpu", None)
+    for draft, limit in (
+        (described(1024), 1024),
+        (described(8192), None),
+        (described(4096), None),
+        (described(8192, rotation_limit=256), 256),
+    ):
+        assert draft_limit_of(draft, made) == limit
 
 
 def test_drafts_shorten_a_default_to_where_rotations_change() -> None:

@@ -17,7 +17,7 @@ from megatron_async.engine.recording import read_run
 from megatron_async.engine.replay import replay
 from megatron_async.errors import ConfigError
 from megatron_async.models.build import build_random_model
-from megatron_async.models.description.config import ModelConfig
+from megatron_async.models.description.config import ModelConfig, RopeScaling
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import config_at
 
@@ -138,3 +138,46 @@ def test_learned_positions_end_where_the_model_does(
         with DynamicInferenceEngine.from_pretrained(tmp_path, options) as engine:
             found.append([r.generated_tokens for r in engine.generate(prompts, params)])
     assert found[0] == found[1] and len(found[0][0]) == new
+
+
+LEARNED = ModelConfig(
+    num_layers=2, hidden_size=32, num_attention_heads=4, num_kv_heads=4, head_dim=8,
+    ffn_hidden_size=48, vocab_size=96, max_sequence_length=64, normalization="LayerNorm",
+    position_embedding="learned_absolute", activation="gelu_tanh",
+)  # fmt: skip
+SCALED = RopeScaling(
+    kind="longrope", factor=2.0, original_max_position_embeddings=16,
+    short_factor=(1.0,) * 4, long_factor=(2.0,) * 4,
+)  # fmt: skip
+SHORTER = {
+    "a shorter table": {"max_sequence_length": 20},
+    "no more than a few": {"max_sequence_length": 3},
+    "other rotations": {"position_embedding": "rope", "rope_scaling": SCALED},
+    "a window": {"position_embedding": "rope", "sliding_window": 5, "max_sequence_length": 24},
+}
+
+
+@pytest.mark.parametrize("depth", (0, 2))
+@pytest.mark.parametrize("name", SHORTER)
+def test_a_request_goes_on_where_its_drafter_cannot(name: str, depth: int, tmp_path: Path) -> None:
+    """Prompts end before, at and behind the drafter's last position; some are computed again."""
+    shorter = dataclasses.replace(LEARNED, **SHORTER[name])
+    for folder, config in (("model", LEARNED), ("draft", shorter)):
+        model = build_random_model(config, device=torch.device("cpu"), dtype=torch.float32, seed=4)
+        save_native(tmp_path / folder, model, config)
+    prompts = [[(7 * n + m) % 96 for n in range(m)] for m in (1, 14, 19, 20, 21, 33)]
+    params = SamplingParams(num_tokens_to_generate=25, temperature=0, termination_id=-1)
+    found, drafted = [], 0
+    for drafts in (0, 3):
+        options = config_at(
+            depth, device="cpu", max_requests=3, debug=True, block_size_tokens=4, block_count=30,
+            prefill_chunk_tokens=8, num_speculative_tokens=drafts,
+            draft_model=str(tmp_path / "draft") if drafts else None,
+        )  # fmt: skip
+        with DynamicInferenceEngine.from_pretrained(tmp_path / "model", options) as engine:
+            found.append([r.generated_tokens for r in engine.generate(prompts, params)])
+            drafted = engine.counters.tokens_drafted
+    assert found[0] == found[1] and all(len(tokens) == 25 for tokens in found[0])
+    limit = min(shorter.max_sequence_length, 16 if shorter.rope_scaling else 64)
+    within = sum(max(0, limit - len(prompt)) for prompt in prompts)
+    assert bool(drafted) == bool(within) and drafted <= 3 * (within + 2 * len(prompts))

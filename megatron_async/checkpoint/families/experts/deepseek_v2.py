@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_async.checkpoint.huggingface.expert_weights import ExpertNames
 from megatron_async.checkpoint.huggingface.family import Family, Names, expert_fields, layer_count
+from megatron_async.checkpoint.huggingface.rope_fields import given_rope, rope_kind
 from megatron_async.checkpoint.reading.fields import Fields
 from megatron_async.models.description.latent_config import LatentAttention
 
@@ -31,8 +32,8 @@ def config(fields: Fields) -> dict[str, Any]:
 
 def _mscale(fields: Fields) -> float:
     """Return the scale of queries and keys each, beside the factor of their rotations."""
-    rope = Fields(fields.get("rope_scaling") or fields.get("rope_parameters") or {}, at="rope.")
-    is_plain = rope.values.get("rope_type", rope.values.get("type", "default")) == "default"
+    rope = given_rope(fields)
+    is_plain = rope_kind(rope) == "default"
     share, factor = rope.optional("mscale_all_dim", float), rope.read("factor", float, 1.0)
     return 1.0 if is_plain or not share or factor <= 1 else 0.1 * share * math.log(factor) + 1.0
 

@@ -10,10 +10,15 @@ from megatron_async.checkpoint.huggingface.family import Family, Names
 from megatron_async.checkpoint.reading.fields import Fields
 from megatron_async.models.mamba.sizes import EXPERTS
 
+LISTS = ("layers_block_type", "layer_types")
+
 
 def config(fields: Fields) -> dict[str, Any]:
-    kinds = hybrid.pattern(fields, "hybrid_override_pattern")
-    kinds = kinds or hybrid.letters(fields, "layers_block_type", None)
+    # A list wins over a pattern, as in transformers.
+    names = (name for name in LISTS if fields.values.get(name) is not None)
+    name = next(names, None)
+    kinds = None if name else hybrid.pattern(fields, "hybrid_override_pattern")
+    kinds = kinds or hybrid.letters(fields, name or LISTS[0], None)
     head_dim = fields.optional("attention_head_dim", int)  # as its authors' files have it
     return {
         **({} if head_dim is None else {"head_dim": head_dim}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_async.checkpoint.huggingface.family import Family
+from megatron_async.checkpoint.huggingface.rope_fields import given_rope, rope_kind
 from megatron_async.checkpoint.reading.fields import Fields
 
 ROPE = {
@@ -19,16 +20,16 @@ ROPE = {
 
 
 def config(fields: Fields) -> dict[str, Any]:
-    rope = Fields(fields.get("rope_scaling") or fields.get("rope_parameters") or {}, at="rope.")
-    # transformers counts from this length with every kind of rope scaling.
-    tokens = fields.optional("original_max_position_embeddings", int)
+    rope = given_rope(fields)
+    # transformers counts from the rope's own length with every kind, and lets another length beside
+    # the rope win, or the longest stand in, with some.
+    tokens = rope.optional("original_max_position_embeddings", int)
+    if rope_kind(rope) in ("llama3", "yarn", "longrope"):
+        beside = fields.optional("original_max_position_embeddings", int)
+        longest = fields.read("max_position_embeddings", int)
+        tokens = beside if beside is not None else tokens if tokens is not None else longest
     if tokens is None:
-        given = "original_max_position_embeddings" in rope.values
-        kind = rope.values.get("rope_type", rope.values.get("type"))
-        if not given and kind in ("llama3", "yarn", "longrope"):
-            tokens = fields.read("max_position_embeddings", int)
-        else:
-            tokens = rope.read("original_max_position_embeddings", int)
+        tokens = rope.read("original_max_position_embeddings", int)
     return {
         "qkv_bias": False,
         "attention_output_bias": False,
