@@ -68,7 +68,8 @@ _Said = str | Callable[[re.Match[str]], str]
 _KNOWN: tuple[tuple[str, _Said], ...] = (
     (
         r"oneOf constraints are not supported",
-        "branches of oneOf may hold at once; use anyOf, or give each branch another const or type",
+        "branches of oneOf may hold at once, or differ in numbers alone; use anyOf, or give each "
+        "branch another type, or another text as const",
     ),
     (r"Unimplemented keys: (\[.*\])", _names),
     (r"Unknown format: (.*)", lambda found: f"format {found[1]} is not supported"),

@@ -134,7 +134,8 @@ def _check_text(field: str, value: Any) -> None:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise _error(field, f"not a string of valid Unicode: {error}") from error
+        said = "not a string of valid Unicode; leave lone surrogates out"
+        raise _error(field, said) from error
 
 
 def _json_text(schema: Mapping[str, Any]) -> str:

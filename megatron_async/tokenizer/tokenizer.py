@@ -269,7 +269,8 @@ class Tokenizer:
         try:
             ids = self._encode(text, add_special_tokens)
         except (TypeError, UnicodeEncodeError) as error:
-            raise RequestError(f"text is not a string of valid Unicode: {error}") from error
+            said = "text is not a string of valid Unicode; leave lone surrogates out"
+            raise RequestError(said) from error
         except Exception as error:  # a panic, or a bare Exception of the library
             raise RequestError(f"text cannot be tokenized: {one_line(error)}") from error
         if not add_bos:

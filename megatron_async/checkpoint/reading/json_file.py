@@ -17,6 +17,18 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def json_fault(error: Exception) -> str:
+    """What is wrong with a text that ``json`` could not read, on one line and without a word about
+    the parser itself."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start} is not {error.encoding.upper()}"
+    if isinstance(error, RecursionError):
+        return "lists or objects lie too deep inside each other"
+    if "integer string conversion" in str(error):
+        return "an integer has too many digits"
+    return one_line(error)
+
+
 def read_json(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
     """The JSON object in ``path``, of at most ``most`` bytes.
 
@@ -27,7 +39,7 @@ def read_json(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
     try:  # UTF-8 alone, as transformers reads it: json.loads would guess the encoding of bytes
         values = json.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not valid JSON: {one_line(error)}") from error
+        raise CheckpointError(f"{path}: not valid JSON: {json_fault(error)}") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: must hold a JSON object")
     return values

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TextIO
 
+from megatron_async.checkpoint.reading.json_file import json_fault
 from megatron_async.cli.options.sampling import SAMPLING
 from megatron_async.errors import ConfigError
 
@@ -97,7 +98,7 @@ def _parse_json(source: str, line: str) -> Job:
     try:
         values = json.loads(line, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        return Job(source, line, error=f"not valid JSON: {error}")
+        return Job(source, line, error=f"not valid JSON: {json_fault(error)}")
     if isinstance(values, dict) and "prompt" not in values and isinstance(values.get("text"), str):
         # megatron-core's format: its other fields may be anything.
         known = {n: v for n, v in values.items() if n in (*SAMPLING, "priority")}

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_async.checkpoint.reading.json_file import json_fault
 from megatron_async.request.parameter_ranges import INTEGERS, NUMBERS
 
 
@@ -90,8 +91,8 @@ def json_object(text: str) -> dict[str, Any]:
     """Converts an argument in JSON to an object."""
     try:
         value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"is not valid JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"is not valid JSON: {json_fault(error)}") from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError("must be a JSON object")
     return value

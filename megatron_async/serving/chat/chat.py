@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from megatron_async.errors import RequestError
 from megatron_async.request import parameter_checks as checks
 from megatron_async.sampling_params import SamplingParams
+from megatron_async.serving.chat.chat_messages import plain
 from megatron_async.serving.chat.prompt import NO_PLACE, Prompt, PromptMaker, Templates, Tool
 from megatron_async.serving.front_end.limited_worker import LimitedWorkers, TooMuchError
 from megatron_async.serving.http.errors import renamed
@@ -238,6 +239,8 @@ class Chat:
                 made = self._maker.make(**arguments)
             else:
                 made = Prompt(*await self._renderer.call(**arguments))
+        except UnicodeEncodeError as error:  # what goes to the process of templates is encoded
+            raise renamed(_of_its_field(error, arguments), names or {}) from None
         except TooMuchError as error:
             said = f"messages: chat template: {error}"
             raise renamed(RequestError(said), names or {}) from None
@@ -328,3 +331,13 @@ class Chat:
             calls_beside_format, checked, ToolFormat(format), parallel=parallel, places=places
         )
         return dataclasses.replace(use, calls=calls)
+
+
+def _of_its_field(error: UnicodeEncodeError, arguments: Mapping[str, Any]) -> RequestError:
+    """The error of the first argument that is no valid Unicode, which names the place."""
+    for name, value in arguments.items():
+        try:
+            plain(name, value)
+        except RequestError as found:
+            return found
+    return RequestError(f"messages: {error.reason}")

@@ -15,11 +15,14 @@ import numpy as np
 from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 
+from megatron_async.checkpoint.reading.json_file import json_fault
 from megatron_async.codec import parse_json
 from megatron_async.serving.http.errors import ApiError
 
 MOST_ITEMS = 1 << 20
 """Values of a body: items of lists, fields of objects, and what holds them."""
+MOST_FIELDS = 1 << 17
+"""Fields of objects, objects and lists: each takes as long as many numbers."""
 MOST_DEPTH = 64
 """Lists and objects within each other."""
 MOST_LENIENT = 1 << 20
@@ -30,10 +33,16 @@ LARGE = 1 << 18
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
-def check_size(body: bytes, most_items: int = MOST_ITEMS, most_depth: int = MOST_DEPTH) -> None:
+def check_size(
+    body: bytes,
+    most_items: int = MOST_ITEMS,
+    most_depth: int = MOST_DEPTH,
+    most_fields: int = MOST_FIELDS,
+) -> None:
     """Raise ApiError for a body of more values, or deeper ones. What is no JSON may pass."""
     opened = body.count(b"[") + body.count(b"{")
-    if opened <= most_depth and opened + body.count(b",") <= most_items:
+    is_small = opened + body.count(b",") <= most_items and opened + body.count(b":") <= most_fields
+    if opened <= most_depth and is_small:
         return  # counted in texts too, which only makes it more
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     characters = np.frombuffer(plain, np.uint8)
@@ -41,9 +50,13 @@ def check_size(body: bytes, most_items: int = MOST_ITEMS, most_depth: int = MOST
     in_text = np.cumsum(characters == ord('"'), dtype=np.uint8) & 1
     outside = characters[in_text == 0]
     opens = (outside == ord("[")) | (outside == ord("{"))
-    if int(opens.sum() + (outside == ord(",")).sum()) > most_items:
-        said = f"the body has more than {most_items:,} values, the most that this server takes; "
-        raise ApiError(413, said + "send several requests", code="too_many_values")
+    for mark, most, what in (
+        (b",", most_items, "values"),
+        (b":", most_fields, "fields, objects and lists"),
+    ):
+        if int(opens.sum() + (outside == ord(mark)).sum()) > most:
+            said = f"the body has more than {most:,} {what}, the most that this server takes; "
+            raise ApiError(413, said + "send several requests", code="too_many_values")
     closes = (outside == ord("]")) | (outside == ord("}"))
     levels = np.cumsum(opens.astype(np.int8) - closes.astype(np.int8), dtype=np.int32)
     if int(levels.max(initial=0)) > most_depth:
@@ -66,7 +79,7 @@ def parse(body: bytes) -> Any:
         try:
             return json.loads(body)
         except (ValueError, RecursionError) as error:
-            said = str(error)
+            said = json_fault(error)
     raise ApiError(400, f"the body is not valid JSON: {said}", code="invalid_json")
 
 

@@ -74,8 +74,8 @@ class LimitedWorkers:
         try:
             message = ARGUMENTS.encode(arguments)
         except OverflowError:
-            (name, *_) = arguments
-            raise RequestError(f"{name}: an integer does not fit into 64 bits") from None
+            large = next(name for name, value in arguments.items() if _overflows(value))
+            raise RequestError(f"{large}: an integer does not fit into 64 bits") from None
         async with self._places:
             process = await self._living()
             try:
@@ -208,3 +208,11 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def _overflows(value: Any) -> bool:
+    try:
+        ARGUMENTS.encode(value)
+    except OverflowError:
+        return True
+    return False

@@ -59,8 +59,8 @@ def limited_connection(
 
     A connection beyond ``most`` is answered 503 and closed, so that others keep working. One whose
     headers do not arrive, or which does not read, is closed too. Too long a request line, headers
-    or trailers are answered 431. Requests that are sent ahead wait unparsed until those before
-    them are answered.
+    or trailers are answered 431, and what is no HTTP 400. Requests that are sent ahead wait
+    unparsed until those before them are answered.
     """
     busy = _answer(
         503,
@@ -72,6 +72,9 @@ def limited_connection(
         f"the request line and headers have more than {HEAD_BYTES:,} bytes, or {HEAD_FIELDS} "
         "fields, the most that this server takes",
         "headers_too_large",
+    )
+    not_http = _answer(
+        400, "the request is not valid HTTP/1.1; its connection is closed", "invalid_http"
     )
     uvicorns: Any = HttpToolsProtocol
     logged = float("-inf")
@@ -118,7 +121,7 @@ def limited_connection(
                 del self._unparsed[:PART_BYTES]
                 super().data_received(part)
                 if self._head.parsed(len(part)):
-                    self._refuse()
+                    self._refuse(too_long)
                     return
             if self._unparsed:
                 self.flow.pause_reading()
@@ -127,14 +130,19 @@ def limited_connection(
             else:
                 self._headers_due.stop()
 
-        def _refuse(self) -> None:
-            """Its head is too long. Nothing is written into an answer that is on its way."""
+        def send_400_response(self, msg: str) -> None:
+            """It is no HTTP."""
+            self._refuse(not_http)
+
+        def _refuse(self, answer: bytes) -> None:
+            """The last answer. Nothing is written into one that is on its way."""
             self._is_refused = True
             self._unparsed.clear()
-            if self.cycle is not None and not self.cycle.response_complete:
+            cycle = self.cycle
+            if cycle is not None and cycle.response_started and not cycle.response_complete:
                 self._abort()
                 return
-            self.transport.write(too_long)
+            self.transport.write(answer)
             self.transport.close()
 
         def on_message_begin(self) -> None:
