@@ -43,6 +43,9 @@ class _Path:
         return f"{before}.{part}" if _PLAIN_KEY.fullmatch(part) else before
 
 
+_SCALARS = (int, float, bool, type(None))
+
+
 def plain(name: str, value: Any) -> Any:
     """An own copy of ``value`` in JSON's types.
 
@@ -56,24 +59,37 @@ def plain(name: str, value: Any) -> Any:
 def _plain(path: _Path, value: Any, depth: int) -> Any:
     if isinstance(value, str):
         return _unicode(path, str(value))
-    if value is None or type(value) in (int, float, bool):
+    if type(value) in _SCALARS:
         return value
     if depth == MAX_DEPTH:
         raise RequestError(f"{path.root}: more than {MAX_DEPTH} lists or objects in each other")
     if isinstance(value, Mapping):
         return {
-            _unicode(path, str(key)): _plain(_Path(str(key), path), each, depth + 1)
+            _unicode(path, str(key)): each
+            if _is_plain(each)
+            else _plain(_Path(str(key), path), each, depth + 1)
             for key, each in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [_plain(_Path(n, path), each, depth + 1) for n, each in enumerate(value)]
+        return [
+            each if _is_plain(each) else _plain(_Path(n, path), each, depth + 1)
+            for n, each in enumerate(value)
+        ]
     for kind in (int, float):
         if isinstance(value, kind):
             return kind(value)
     raise RequestError(f"{path}: {type(value).__name__} is no type of JSON")
 
 
+def _is_plain(value: Any) -> bool:
+    """True for most of what a body of a million values has: it needs no copy, and no name."""
+    kind = type(value)
+    return kind in _SCALARS or (kind is str and value.isascii())
+
+
 def _unicode(path: _Path, text: str) -> str:
+    if text.isascii():
+        return text
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -36,6 +36,9 @@ from megatron_async.serving.http.frontend import Frontend, log_jobs
 from megatron_async.serving.http.sse import EventStream, event, until_disconnect
 from megatron_async.serving.messages import Output
 
+MOST_METADATA = 1024
+"""Entries that are echoed; OpenAI takes 16."""
+
 
 class TextFormat(Body):
     """``text.format``: chat's ``response_format`` with the schema's fields beside its type."""
@@ -79,7 +82,7 @@ class ResponsesRequest(SamplingFields):
     text: TextOptions | None = None
     top_logprobs: Annotated[Integer | None, range_of("top_n_logprobs")] = None
     include: Several[str] | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Annotated[dict[str, Any] | None, at_most(MOST_METADATA)] = None
     tools: Several[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

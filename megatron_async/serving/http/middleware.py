@@ -28,6 +28,7 @@ SMALL_BODY = 64 * 1024
 """A server takes as many of these as it has connections."""
 ALL_BODIES = 128 * MIB
 _ALL_SAID = "the bodies of other requests hold all the memory that they may; try again later"
+_STOPPED_SAID = "the server is stopped before the request is complete; send it to another one"
 STATUS_CLIENT_GONE = 499
 """In the log alone; nginx's."""
 _CLOSE = {"Connection": "close"}
@@ -40,7 +41,8 @@ class RequestLog:
     plain one, and logs how it ended. Neither prompts nor texts are logged.
 
     Handlers add to the line by functions in ``request.state.log_more``, called at the end. An error
-    that nobody expected becomes a 500 here, and its traceback goes to the log.
+    that nobody expected becomes a 500 here, and its traceback goes to the log. What is cancelled
+    because the server ends becomes a 503, which is no error of the log.
 
     Which route will answer stands in ``request.state.route``, None where there is none.
 
@@ -102,6 +104,9 @@ class RequestLog:
             await self._app(scope, receive, send_with_id)
         except ClientGoneError:
             status = STATUS_CLIENT_GONE
+        except asyncio.CancelledError:  # the server has ended, and this request has not
+            if status is None:
+                await error_response(ApiError(503, _STOPPED_SAID))(scope, receive, send_with_id)
         except Exception as error:
             logger.exception("unexpected error", extra={"fields": ids})
             if status is not None:

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import sys
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
+from pydantic import ValidationError
+from starlette.types import Message
 
 from megatron_async.serving.chat.chat import Chat, ToolUse
+from megatron_async.serving.chat.chat_messages import plain
 from megatron_async.serving.chat.chat_template import ChatTemplates
 from megatron_async.serving.endpoints.json_body import MOST_FIELDS, check_size, parse
+from megatron_async.serving.endpoints.responses_api import ResponsesRequest
 from megatron_async.serving.front_end.limited_worker import LimitedWorkers
+from megatron_async.serving.front_end.protocols import Metrics
 from megatron_async.serving.http.errors import ApiError
+from megatron_async.serving.http.middleware import RequestLog
 from tests.unit.serving.test_connections import connected, run, running
 from tests.unit.serving.test_request_bounds import waits_for_its_body
 
@@ -104,3 +113,55 @@ def test_what_cannot_go_to_the_process_of_templates_is_named(
         asyncio.run(chat.prompt(messages, ToolUse(), chat_template_kwargs=kwargs))
     assert raised.value.status == 400
     chat.close()
+
+
+@pytest.mark.parametrize("value", [[0] * 1000, ["a"] * 1000, {str(n): 0.5 for n in range(1000)}])
+def test_a_value_is_copied_without_a_name_of_its_place(value: Any) -> None:
+    """A million of them hold up the event loop no longer than it takes to look at each."""
+    calls = 0
+
+    def count(_: Any, event: str, __: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        made = plain("metadata", value)
+    finally:
+        sys.setprofile(None)
+    assert made == value and made is not value
+    assert calls < 2 * len(value) + 100
+
+
+def test_metadata_that_is_echoed_is_bounded() -> None:
+    ResponsesRequest.model_validate({"input": "a", "metadata": {str(n): n for n in range(1024)}})
+    with pytest.raises(ValidationError, match="1,025 entries of at most 1,024"):
+        many = {str(n): n for n in range(1025)}
+        ResponsesRequest.model_validate({"input": "a", "metadata": many})
+
+
+def test_a_body_that_never_ends_is_told_that_the_server_has(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sent: list[Message] = []
+    waits = asyncio.Event()
+
+    async def receive() -> Message:
+        waits.set()
+        return await asyncio.get_running_loop().create_future()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def test() -> None:
+        app = RequestLog(waits_for_its_body, [], create_autospec(Metrics), ())
+        scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+        task = asyncio.create_task(app(scope, receive, send))
+        await waits.wait()
+        task.cancel()
+        await task
+
+    run(test())
+    assert sent[0]["status"] == 503
+    assert "stopped" in json.loads(sent[1]["body"])["error"]["message"]
+    assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
