@@ -17,11 +17,11 @@ class Limits:
     ``priority_step`` is the number of tickets by which one step of priority goes ahead.
     Rows behind ``draft_limit`` positions, which are all that a model that drafts takes, bring one
     token; None is no limit. ``admit_tokens``: admissions bring the request's tokens. Requests of
-    more than ``rotation_limit`` tokens are computed with other rotations (longrope): one that reaches it is
-    computed again as a whole. Tokens attend to no more than ``attention_window`` tokens, their own
-    included: blocks behind it come free. ``paused_block_count``:
-    blocks that stalled requests may keep; None is all. ``state_snapshots``: of a model with
-    recurrent layers the places for snapshots of their state; None for other models. Running
+    more than ``rotation_limit`` tokens are computed with other rotations (longrope): one that
+    reaches it is computed again as a whole. Tokens attend to no more than ``attention_window``
+    tokens, their own included: blocks behind it come free. ``paused_block_count``: blocks that
+    stalled requests may keep; None is all. ``state_snapshots``: of a model with recurrent layers
+    the places for snapshots of their state; None for other models. Running
     requests are divided into ``micro_batches``, of which each step runs one.
 
     Attributes:
