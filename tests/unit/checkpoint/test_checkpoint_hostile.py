@@ -446,7 +446,7 @@ def test_integers_of_many_digits_are_refused(native: Path) -> None:
         EngineConfig(max_requests=many)
     content = (native / "config.json").read_text().replace("32", "9" * 5000, 1)
     (native / "config.json").write_text(content)
-    refused(native, "config.json: not valid JSON: .*4300 digits")
+    refused(native, "config.json: not valid JSON: an integer has too many digits")
 
 
 def test_error_shows_neither_megabytes_nor_escapes(hugging_face: Path) -> None:
