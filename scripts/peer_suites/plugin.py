@@ -6,6 +6,7 @@ file that gets a line of JSON for each test: its id, its outcome, and the end of
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import os
@@ -38,10 +39,7 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
         _write(report.nodeid, report.outcome, report.longrepr)
 
 
-def pytest_unconfigure() -> None:
-    SERVERS.end()
-
-
+atexit.register(SERVERS.end)  # also where pytest gives up
 signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the servers, too
 importlib.import_module(f"scripts.peer_suites.{os.environ['PEER_SUITE']}").install(
     Path(os.environ["PEER_CHECKOUT"])
