@@ -83,16 +83,18 @@ TABLE: dict[str, FieldUses] = {
         "n_embd n_head n_layer n_positions n_inner layer_norm_epsilon activation_function "
         "vocab_size tie_word_embeddings scale_attn_weights",
         "n_ctx summary_type summary_use_proj summary_activation summary_proj_to_labels "
-        "summary_first_dropout summary_last_dropout reorder_and_upcast_attn",
-        scale_attn_by_inverse_layer_idx=(False,),
+        "summary_first_dropout summary_last_dropout reorder_and_upcast_attn "
+        "attention_bias mlp_bias num_key_value_heads",
+        scale_attn_by_inverse_layer_idx=(False,), head_dim=(),
     ),
     "gpt_neox": BASE | BIAS | NO_WINDOW | FieldUses.of(
         "layer_norm_eps rotary_emb_base rotary_pct use_parallel_residual",
         "rms_norm_eps rope_theta partial_rotary_factor num_key_value_heads mlp_bias",
+        head_dim=(),
     ),
     "gpt_oss": BASE | BIAS | BY_LAYER | FieldUses.of(
         "num_local_experts num_experts_per_tok swiglu_limit",
-        "initial_context_length experts_per_token mlp_bias",
+        "initial_context_length experts_per_token mlp_bias norm_topk_prob",
         swiglu_alpha=(1.702,),
     ),
     "granite": BASE | BIASES | MULTIPLIERS | NO_WINDOW,
@@ -107,7 +109,9 @@ TABLE: dict[str, FieldUses] = {
         "num_heads head_dim vocab_size hidden_size state_size num_hidden_layers layer_norm_epsilon "
         "expand conv_kernel n_groups use_bias use_conv_bias hidden_act time_step_limit "
         "tie_word_embeddings max_position_embeddings",
-        "residual_in_fp32 time_step_rank time_step_min time_step_max time_step_floor chunk_size",
+        "residual_in_fp32 time_step_rank time_step_min time_step_max time_step_floor chunk_size "
+        "attention_bias mlp_bias attention_head_dim num_attention_heads num_key_value_heads "
+        "intermediate_size",
     ),
     "mimo": BASE | SWITCHED | FieldUses.of("num_nextn_predict_layers", "attention_bias mlp_bias"),
     "ministral": BASE | BY_LAYER | FieldUses.of(neutral="attention_bias mlp_bias"),

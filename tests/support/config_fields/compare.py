@@ -97,23 +97,30 @@ def is_dynamic(values: dict[str, Any]) -> bool:
     return "dynamic" in kinds or any(is_dynamic(x) for x in inner)
 
 
+def saved_model(folder: Path, values: dict[str, Any]) -> Any:
+    """transformers' model of a config, whose weights are stored beside the config as it is."""
+    folder.mkdir(exist_ok=True)
+    stored = folder / "config.json"
+    stored.write_text(json.dumps(values))
+    model = their_model(folder)
+    with torch.no_grad():
+        model(torch.ones(1, 3, dtype=torch.long))
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    stored.write_text(json.dumps(values))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    return model
+
+
 def compare(case: Case) -> Result:
     """Load the case on both sides and compare all log-probabilities at each length."""
     with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         folder = Path(name)
-        stored = folder / "config.json"
-        stored.write_text(json.dumps(case.values))
         try:
-            theirs = their_model(folder)
-            with torch.no_grad():
-                theirs(torch.ones(1, 3, dtype=torch.long))
+            theirs = saved_model(folder, case.values)
         except Exception as error:  # whatever its code runs into
             return Result(case, "theirs", f"{type(error).__name__}: {error}")
-        theirs.generation_config.eos_token_id = None
-        theirs.save_pretrained(folder)
-        stored.write_text(json.dumps(case.values))
-        (folder / "generation_config.json").unlink(missing_ok=True)
         return _compared(case, folder, theirs)
 
 
