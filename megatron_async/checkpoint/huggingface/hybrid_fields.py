@@ -51,7 +51,7 @@ def mamba_fields(fields: Fields, *, expanded: bool = False) -> dict[str, Any]:
         "mamba_num_groups": fields.read("mamba_num_groups", int),
         "mamba_state_dim": fields.read("mamba_state_dim", int),
         "mamba_conv_kernel": fields.read("mamba_conv_kernel", int, 4),
-        "mamba_conv_bias": fields.read("mamba_conv_bias", bool, True),
+        "mamba_conv_bias": bool(fields.optional("mamba_conv_bias", bool, True)),
         "mamba_proj_bias": fields.read("mamba_proj_bias", bool, False),
         "mamba_norm_epsilon": fields.read("rms_norm_eps", float, 1e-5),
     }

@@ -67,6 +67,7 @@ WRONG_ONCE = {
     "a null for the rotated part is all": case_of(
         "glm", "partial_rotary_factor", partial_rotary_factor=None
     ),
+    "a null bias is none": case_of("granitemoehybrid", "mamba_conv_bias", mamba_conv_bias=None),
     "Bamba's rotated part is heeded": case_of(
         "bamba", "rope_parameters", rope_parameters={"rope_type": "default", "rope_theta": 50.0,
                                                      "partial_rotary_factor": 0.25}
