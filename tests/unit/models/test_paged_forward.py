@@ -59,6 +59,7 @@ def context_for(wrapper: GPTNetwork, slots: int) -> ForwardBatch:
 
 def test_a_context_on_cuda_is_on_one_gpu_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "memory_bytes", lambda device: None)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: None)
     with FakeTensorMode():  # tensors of a GPU that is not there
         context = new_batch(
             params_dtype=torch.bfloat16,
