@@ -151,3 +151,32 @@ def _yarn_attention_factor(inner: Fields, factor: float) -> float:
     mscale = inner.optional("mscale", float)
     all_dim = inner.optional("mscale_all_dim", float)
     return of(mscale) / of(all_dim) if mscale and all_dim else of(1.0)
+
+
+def rotation_border(scaling: RopeScaling | None) -> int | None:
+    """Tokens up to which requests are rotated in one way; all layers have the same."""
+    is_longrope = scaling is not None and scaling.kind == "longrope"
+    return scaling.original_max_position_embeddings if scaling and is_longrope else None
+
+
+def rope_of_kind(fields: Fields, kind: str) -> dict[str, Any]:
+    """What ``rope_parameters`` has for a kind of layers. Without it the kind of rope is given, so
+    that the older name "type" of ``rope_scaling`` says nothing, as in transformers."""
+    kinds: dict[str, Any] | None = fields.optional("rope_parameters", dict)
+    if kinds is None:
+        return {"rope_type": "default"}
+    if not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise fields.unsupported("rope_parameters", "those of full_attention, sliding_attention")
+    found = kinds.get(kind)
+    if not isinstance(found, dict | None):
+        raise fields.unsupported("rope_parameters", f"an object for {kind}")
+    return found or {"rope_type": "default"}
+
+
+def checked_kind(values: dict[str, Any], kind: str) -> Fields:
+    """Raises CheckpointError for what transformers takes elsewhere, and not in a kind of layers."""
+    inner = Fields(values, at=f"rope_parameters.{kind}.")
+    for name, neutral in (("truncate", True), ("partial_rotary_factor", 1.0)):
+        if values.get(name, neutral) != neutral:
+            raise inner.unsupported(name, str(neutral).lower())
+    return inner

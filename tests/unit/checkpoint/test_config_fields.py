@@ -49,6 +49,9 @@ def case_of(model_type: str, field: str, **changes: Any) -> Case:
 YARN: Values = {
     "rope_type": "yarn", "rope_theta": 50.0, "factor": 3.0, "original_max_position_embeddings": 32
 }  # fmt: skip
+LONGROPE: Values = {
+    **YARN, "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4
+}  # fmt: skip
 OLDER: Values = {"type": "linear", "factor": 8.0}
 BOTH = ("full_attention", "sliding_attention")
 WRONG_ONCE = {
@@ -91,6 +94,11 @@ def test_fields_that_were_read_in_one_form_alone(name: str) -> None:
         ("granitemoehybrid", "hidden_act", {"hidden_act": "gelu_pytorch_tanh"}),
         ("gemma3_text", "truncate",
          {"rope_parameters": {kind: {**YARN, "truncate": False} for kind in BOTH}}),
+        ("gemma3_text", "rope_type",  # the engine knows one border of rotations
+         {"rope_parameters": {"sliding_attention": LONGROPE}}),
+        ("gemma3_text", "rope_type",
+         {"rope_parameters": {"sliding_attention": LONGROPE, "full_attention":
+                              {**LONGROPE, "original_max_position_embeddings": 24}}}),
         ("nemotron_h", "mlp_bias", {"mlp_bias": True}),
         ("nemotron_h", "attention_bias", {"attention_bias": True}),
         ("deepseek_v2", "scoring_func", {"scoring_func": "sigmoid"}),

@@ -15,8 +15,7 @@ LISTS = ("layers_block_type", "layer_types")
 
 def config(fields: Fields) -> dict[str, Any]:
     # A list wins over a pattern, as in transformers.
-    names = (name for name in LISTS if fields.values.get(name) is not None)
-    name = next(names, None)
+    name = next((name for name in LISTS if fields.values.get(name) is not None), None)
     kinds = None if name else hybrid.pattern(fields, "hybrid_override_pattern")
     kinds = kinds or hybrid.letters(fields, name or LISTS[0], None)
     head_dim = fields.optional("attention_head_dim", int)  # as its authors' files have it
