@@ -193,7 +193,11 @@ def test_gpt2_without_prefixes_and_with_masks_loads(tmp_path: Path) -> None:
         ("bamba", {"mamba_d_head": {}}, "mamba_d_head={} must be of type int"),
         ("bamba", {"mamba_n_groups": 3}, "mamba_num_groups=3 must divide the 8 heads"),
         ("nemotron_h", {"layers_block_type": ["mamba", "gru"]}, "layers_block_type=.*one of mamba"),
-        ("nemotron_h", {"hybrid_override_pattern": "MX"}, "hybrid_override_pattern='MX'.* letters"),
+        (
+            "nemotron_h",
+            {"hybrid_override_pattern": "MX", "layers_block_type": None},
+            "hybrid_override_pattern='MX'.* letters",
+        ),
         ("nemotron_h-experts", {"topk_group": 3}, "topk_group=3.*half of num_experts_per_tok=4"),
         ("nemotron_h-latent", {"num_experts_per_tok": 1}, "norm_topk_prob=True is.*: false with"),
         ("nemotron_h-latent", {"norm_topk_prob": False}, "norm_topk_prob=False is.*: true with"),
