@@ -47,7 +47,8 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "mamba_d_head": ("auto", 8),
     "time_step_rank": ("auto", 4),
     "num_key_value_heads": (1, 2, 4),
-    "num_attention_heads": (2, 4),  # and not the class's own
+    "num_attention_heads": (2, 4),
+    "intermediate_size": (16, 40),
     "num_experts_per_tok": (1, 3),
     "head_dim": (8, 16),
     "swiglu_alpha": (1.0, 1.702),
