@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import signal
 import socket
-import subprocess
 from pathlib import Path
 
 from megatron_async.errors import CheckpointError
@@ -69,7 +68,7 @@ def _answer(connection: socket.socket, data: bytes) -> bytes:
         return b""
 
 
-def _how_it_ended(child: subprocess.Popen[bytes]) -> str:
+def _how_it_ended(child: Child) -> str:
     status = child.wait()
     if status == -signal.SIGXCPU or status == -signal.SIGKILL:
         return "it takes too much time: its rules never come to an end, or multiply a text"

@@ -86,6 +86,7 @@ def test_processes_are_started_in_the_kit_alone() -> None:
     }
     assert others == {
         "replicas/aftermath.py": ["subprocess"],
+        "benchmark/measuring/one_rank.py": ["subprocess"],
         "ranks/group.py": ["multiprocessing.connection"],
         "benchmark/measuring/server_load.py": ["multiprocessing"],
         "contrib/transformers/benchmarks/rows.py": ["subprocess"],
