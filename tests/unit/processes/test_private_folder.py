@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,13 @@ sys.stdin.read()
 """
 
 
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory with a short path, as those of sockets have to be."""
+    with tempfile.TemporaryDirectory(prefix="own-") as folder:
+        yield Path(folder)
+
+
 @contextmanager
 def other_process(place: Path) -> Iterator[tuple[subprocess.Popen[str], Path, Path]]:
     """One that has made a directory and a file, and lives until it is killed."""
@@ -43,41 +51,41 @@ def other_process(place: Path) -> Iterator[tuple[subprocess.Popen[str], Path, Pa
             process.kill()
 
 
-def test_what_a_dead_process_has_left_goes_with_the_next_start(tmp_path: Path) -> None:
-    with other_process(tmp_path) as (process, folder, file):
+def test_what_a_dead_process_has_left_goes_with_the_next_start(place: Path) -> None:
+    with other_process(place) as (process, folder, file):
         (folder / "socket").touch()
-        mine = make_private_folder("socket", str(tmp_path))
+        mine = make_private_folder("socket", str(place))
         assert folder.is_dir() and file.is_file()
         process.kill()
         process.wait(PATIENCE_SECONDS)
         assert folder.is_dir() and file.is_file()
-        own = make_private_file("weights", str(tmp_path))
+        own = make_private_file("weights", str(place))
         assert not folder.exists() and not file.exists()
-    assert {str(path) for path in tmp_path.iterdir()} == {mine, own}
+    assert {str(path) for path in place.iterdir()} == {mine, own}
     remove_private_folder(mine)
     assert not os.path.exists(mine)
 
 
-def test_what_is_not_known_to_be_left_stays(tmp_path: Path) -> None:
+def test_what_is_not_known_to_be_left_stays(place: Path) -> None:
     """Directories of others, without a lock, and such as are to stay."""
-    (tmp_path / "megatron-async-older").mkdir()
-    (tmp_path / "megatron-async-file").touch()
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / private_folder.OWNER).touch()
-    kept = make_private_folder("socket", str(tmp_path))
+    (place / "megatron-async-older").mkdir()
+    (place / "megatron-async-file").touch()
+    (place / "other").mkdir()
+    (place / "other" / private_folder.OWNER).touch()
+    kept = make_private_folder("socket", str(place))
     disown(kept)
-    before = {path.name for path in tmp_path.iterdir()}
-    remove_private_folder(make_private_folder("socket", str(tmp_path)))
-    assert {path.name for path in tmp_path.iterdir()} == before
+    before = {path.name for path in place.iterdir()}
+    remove_private_folder(make_private_folder("socket", str(place)))
+    assert {path.name for path in place.iterdir()} == before
 
 
-def test_a_directory_that_was_cleaned_away_is_held_again(tmp_path: Path) -> None:
-    folder = make_private_folder("socket", str(tmp_path))
+def test_a_directory_that_was_cleaned_away_is_held_again(place: Path) -> None:
+    folder = make_private_folder("socket", str(place))
     (Path(folder) / private_folder.OWNER).unlink()
     Path(folder).rmdir()
     renew_private_folder(folder)
     renew_private_folder(folder)
-    make_private_folder("socket", str(tmp_path))
+    make_private_folder("socket", str(place))
     assert os.path.isdir(folder)
     descriptor = private_folder._held[folder]
     remove_private_folder(folder)
@@ -86,9 +94,9 @@ def test_a_directory_that_was_cleaned_away_is_held_again(tmp_path: Path) -> None
 
 
 def test_one_that_is_taken_for_a_leftover_at_its_birth_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hold, held = private_folder._hold, iter([False, True])
     monkeypatch.setattr(private_folder, "_hold", lambda *paths: next(held) and hold(*paths))
-    make_private_folder("socket", str(tmp_path))
-    assert len(list(tmp_path.iterdir())) == 2
+    make_private_folder("socket", str(place))
+    assert len(list(place.iterdir())) == 2
