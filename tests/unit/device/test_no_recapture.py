@@ -60,6 +60,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "n": (2, 3),
     "best_of": (2, 4),
     "num_speculative_tokens": (0,),
+    "cache_salt": ("salt", "another"),
     "structured_outputs": ({"regex": "[a-f]{3,9}[0-9]+"}, {"choice": ["ab", "null"]}, SCHEMA),
     "logits_processors": ([only_even], [only_even, only_even]),
 }  # fmt: skip
