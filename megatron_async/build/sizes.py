@@ -86,7 +86,7 @@ def sizes_of(
     )
     if config.max_sequence_length is not None:
         return sizes
-    room = max(2, sizes.block_count * sizes.block_size_tokens)
+    room = sizes.block_count * sizes.block_size_tokens + 1  # the last token is never written
     served = min(length, room)
     if served != model.max_sequence_length:
         logger.log(

@@ -52,7 +52,7 @@ def taken(found: CacheSizes) -> int:
 def test_default_cache_fits_what_is_free(free: int) -> None:
     found = sizes(2**19, free)
     assert 0 < taken(found) <= FREE_SHARE * free
-    assert found.max_sequence_length == found.block_count * found.block_size_tokens < 2**19
+    assert found.max_sequence_length == found.block_count * found.block_size_tokens + 1 < 2**19
 
 
 def test_default_cache_has_its_size_where_memory_is_free() -> None:
@@ -74,10 +74,10 @@ def test_a_length_that_was_shortened_is_said(caplog: pytest.LogCaptureFixture) -
 
 
 def test_requests_are_as_long_as_the_cache_that_was_given() -> None:
-    assert sizes(10**8, block_count=40).max_sequence_length == 40 * 64
+    assert sizes(10**8, block_count=40).max_sequence_length == 40 * 64 + 1
     assert sizes(10**8, block_count=40, max_sequence_length=9000).max_sequence_length == 9000
     found = sizes(10**8, buffer_size_gb=0.25)
-    assert found.max_sequence_length == found.block_count * 64
+    assert found.max_sequence_length == found.block_count * 64 + 1
 
 
 @pytest.mark.parametrize("longest", (10**7, 10**8, 2**31 - 1))
