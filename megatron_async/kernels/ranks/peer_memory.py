@@ -56,7 +56,7 @@ def open_words(group: Any, device: torch.device) -> PeerWords | None:
         # Nobody sends before all are here, and all words zeros.
         reason = _first_reason(_all_say(group, reason))
     if reason is not None:
-        logger.info("partial sums of %d ranks are added up by an all-reduce: %s", ranks, reason)
+        logger.warning("partial sums of %d ranks are added up by an all-reduce: %s", ranks, reason)
         return None
     return words
 
