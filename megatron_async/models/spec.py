@@ -78,7 +78,10 @@ class RowParallelLinear(MegatronRowParallelLinear):  # type: ignore[misc]
         """``[S, B, K]``, this rank's share of K, to the whole ``[S, B, N]``, and a bias that is yet
         to be added."""
         ranks: parallel.ModelParallel | None = self.__dict__["_ranks"]
-        if ranks is None or torch.is_grad_enabled() or not self.input_is_parallel:
+        is_own = self.input_is_parallel and not (
+            self.explicit_expert_comm or self.sequence_parallel
+        )
+        if ranks is None or torch.is_grad_enabled() or not is_own:
             result: tuple[Tensor, Tensor | None] = super().forward(input_)
             return result
         total = ranks.sum_rows(F.linear(input_, self.weight))

@@ -181,3 +181,21 @@ def test_ranks_read_their_shares_at_the_same_time() -> None:
     assert floor(dense) / 2 < twice < floor(dense), "keys and values are read once"
     assert floor(experts, expert=2) > floor(experts) / 2, "attention is whole on each rank"
     assert floor(experts, tensor=2, expert=2) == pytest.approx(floor(experts) / 2)
+
+
+class _Doubles:
+    """Two ranks with the same parts."""
+
+    def sum_rows(self, partial: torch.Tensor) -> torch.Tensor:
+        return 2 * partial
+
+
+def test_parts_are_added_up_here_unless_experts_do_it(model: Any) -> None:
+    linear = model.decoder.layers[0].mlp.linear_fc2
+    x = torch.randn(3, 1, linear.weight.shape[1])
+    with torch.inference_mode(), pytest.MonkeyPatch.context() as patched:
+        alone, _ = linear(x)
+        patched.setitem(linear.__dict__, "_ranks", _Doubles())
+        assert torch.equal(linear(x)[0], 2 * alone)
+        patched.setattr(linear, "explicit_expert_comm", True)
+        assert torch.equal(linear(x)[0], alone)
