@@ -13,6 +13,7 @@ import sys
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import FrameType
+    from typing import NoReturn
 
 EXIT_INTERRUPTED = 130
 _IMPORTING = "<frozen importlib._bootstrap>"
@@ -28,7 +29,7 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _end() -> None:
+def _end() -> NoReturn:
     try:
         sys.stdout.flush()
         os.write(2, b"\nmegatron-async: interrupted\n")
@@ -41,9 +42,12 @@ def main() -> int:
     """Run the command line and return its exit status."""
     if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
         _signal.signal(_signal.SIGINT, _interrupted)
-    from megatron_async.cli.main import main as run
+    try:
+        from megatron_async.cli.main import main as run
 
-    status: int = run()
+        status: int = run()
+    except KeyboardInterrupt:  # while the parser was built: the command itself has its own handler
+        _end()
     return status
 
 

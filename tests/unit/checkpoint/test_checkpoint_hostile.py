@@ -469,6 +469,18 @@ def test_path_that_no_file_can_have_is_one_line(
     assert out == "" and err.startswith("megatron-async: error: ") and err.count("\n") == 1
 
 
+def _run_interruptible(program: str) -> subprocess.CompletedProcess[str]:
+    """Run it as a terminal does: the process that runs the tests may ignore Ctrl-C."""
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        check=False,
+    )
+
+
 @pytest.mark.parametrize("seconds", (0.0, 0.3))
 def test_ctrl_c_while_modules_are_imported_is_one_line(seconds: float) -> None:
     """From the first import of the package's program on: the interpreter's own are before."""
@@ -483,14 +495,20 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(seconds: float) -> None:
         "sys.argv[1:] = ['demo']\n"
         "sys.exit(main())\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        check=False,
+    done = _run_interruptible(program)
+    assert (done.returncode, done.stderr) == (130, "\nmegatron-async: interrupted\n")
+
+
+def test_ctrl_c_while_the_parser_is_built_is_one_line() -> None:
+    program = (
+        "import os, signal, sys\n"
+        "from megatron_async.__main__ import main\n"
+        "from megatron_async.cli.options import options\n"
+        "def interrupted(*args, **kwargs): os.kill(os.getpid(), signal.SIGINT)\n"
+        "options.OneLineErrorParser.__init__ = interrupted\n"
+        "sys.exit(main())\n"
     )
+    done = _run_interruptible(program)
     assert (done.returncode, done.stderr) == (130, "\nmegatron-async: interrupted\n")
 
 
