@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -25,11 +26,13 @@ from megatron_async.request.request import (
     DynamicInferenceRequest,
     FinishReason,
     Rollout,
+    StepReport,
     WeightSpan,
 )
 from megatron_async.request.rollouts import batch_of
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import config_at
+from tests.support.patience import PATIENCE_SECONDS
 
 TOLERANCE = 1e-4
 DEPTHS = (0, 1, 2)
@@ -276,10 +279,14 @@ def test_what_has_been_handed_out_is_not_restarted() -> None:
     async def streamed(engine: DynamicInferenceEngine) -> tuple[list[int], list[WeightSpan]]:
         tokens: list[int] = []
         spans: list[WeightSpan] = []
+        pause = PauseAt(engine, ticket=8)
+        engine.observe(pause)
         async for output in engine.stream([65], params(), request_id=5):
             if len(tokens) == 4:
+                assert pause.has_come.wait(PATIENCE_SECONDS)
                 spans = engine.get_request(5).weight_spans
                 engine.update_weights(new, partial_rollouts="restart")
+                engine.resume_request(5)
             assert output.token_id is not None
             tokens.append(output.token_id)
         return tokens, spans
@@ -293,6 +300,20 @@ def test_what_has_been_handed_out_is_not_restarted() -> None:
         with pytest.raises(RequestError, match="have been delivered"):
             engine.update_weights(new, partial_rollouts="restart")
         assert engine.weight_version == 1
+
+
+class PauseAt:
+    """Observer of an engine that pauses request 5 in the step of a ticket, so that the engine's
+    thread leaves the reader of its stream behind by no more than that."""
+
+    def __init__(self, engine: DynamicInferenceEngine, ticket: int) -> None:
+        self.engine, self.ticket = engine, ticket
+        self.has_come = threading.Event()
+
+    def on_commit(self, report: StepReport) -> None:
+        if report.ticket == self.ticket:
+            assert self.engine.pause_request(5)
+            self.has_come.set()
 
 
 class NoSink:
