@@ -15,6 +15,7 @@ from tests.support.emulator import FOLDER
 from tests.support.interpreter import INTERPRETED, mend_interpreter
 from tests.support.leftovers import watch_for_leftovers
 from tests.support.selection import LONG, QUICK
+from tests.support.sweeps import choose_seed, share
 
 # The same examples in every run of the CI, new ones on everybody's own machine. No verdict depends
 # on speed.
@@ -34,8 +35,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--state-machine-examples",
         type=int,
-        default=66,
-        help="examples of the engine's state machine, each of up to 110 rule steps (66; in CI they "
+        default=44,
+        help="examples of the engine's state machine, each of up to 110 rule steps (44; in CI they "
         "are the same each time)",
     )
     parser.addoption(
@@ -48,6 +49,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="collect only a selection of files that covers each package; -m 'not slow' leaves out "
         "what takes long in them",
+    )
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help="run all cases of the tests that are marked with sweep, not a share of them",
     )
     parser.addoption(
         "--ray",
@@ -63,6 +69,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     watch_for_leftovers(config)
+    choose_seed()
+    config.pluginmanager.register(_Sweeps())
     # What one process builds for the emulator, the others need not.
     if FOLDER not in os.environ:
         folder, patch = tempfile.TemporaryDirectory(), pytest.MonkeyPatch()
@@ -103,3 +111,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.path.name in LONG:
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.path.name not in LONG)
+
+
+class _Sweeps:
+    """Behind -k and -m, so that a share is one of what they choose."""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        if INTERPRETED:  # some hundred times as slow
+            for item in items:
+                item.add_marker(pytest.mark.sweep)
+        if not config.getoption("--all"):
+            items[:], left_out = share(items)
+            config.hook.pytest_deselected(items=left_out)

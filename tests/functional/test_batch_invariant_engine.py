@@ -53,6 +53,7 @@ def expected() -> list[list[int]]:
     return decode_under_pressure(0, roomy=True)[0]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_tokens_stay_through_evictions_and_prefix_hits(
     depth: int, expected: list[list[int]]

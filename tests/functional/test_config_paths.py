@@ -62,6 +62,7 @@ def difference(theirs: Any, request: Any, prompt: list[int]) -> float:
     return float((expected[at, ids[0, at + 1]] - found).abs().max())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "path", PATHS, ids=lambda path: f"chunks of {path['prefill_chunk_tokens']}"
 )

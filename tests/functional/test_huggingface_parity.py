@@ -57,6 +57,7 @@ def compared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return Compared(model, load_pretrained(path).model, prompts, expected)
 
 
+@pytest.mark.sweep
 def test_logits_equal_those_of_transformers(compared: Compared) -> None:
     ids = torch.tensor([compared.prompts[-1] + compared.expected[-1]])[:, :69]
     with torch.no_grad():
@@ -67,6 +68,7 @@ def test_logits_equal_those_of_transformers(compared: Compared) -> None:
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.sweep
 def test_tokens_equal_generate_at_every_depth(compared: Compared) -> None:
     params = {"num_tokens_to_generate": NEW_TOKENS, "termination_id": -1}
     greedy = SamplingParams(temperature=0, **params)

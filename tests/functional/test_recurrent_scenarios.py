@@ -49,6 +49,7 @@ def prepared(engine: DynamicInferenceEngine) -> dict[str, Prepared]:
     return {each.scenario.name: each for each in found}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("name", NAMES)
 def test_whatever_happens_each_request_gets_the_tokens_it_gets_alone(

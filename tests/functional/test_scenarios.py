@@ -59,6 +59,7 @@ def run_at(tiny: DynamicInferenceEngine, prepared: Prepared, depth: int, **value
     return run
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_whatever_happens_each_request_gets_the_tokens_it_gets_alone(
@@ -72,6 +73,7 @@ def test_whatever_happens_each_request_gets_the_tokens_it_gets_alone(
 AGAIN = [(name, DEPTHS[number % len(DEPTHS)]) for number, name in enumerate(BY_NAME)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "depth"), AGAIN)
 def test_the_own_thread_brings_each_scenario_to_its_end(
     tiny: DynamicInferenceEngine, prepared: dict[str, Prepared], name: str, depth: int

@@ -313,6 +313,7 @@ def watched(depth: int) -> Iterator[None]:
         yield
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("window", BLOCKS)
 @pytest.mark.parametrize("device", (CpuDevice, CudaRingsDevice))
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -354,6 +355,7 @@ def test_workload_passes_with_recurrent_layers_and_experts(depth: int, window: i
     assert (counters.tokens_discarded > 0) == (depth > 0)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_scenarios_pass_without_a_fault(scenario: Callable[[int, bool], None], depth: int) -> None:
@@ -374,6 +376,7 @@ def look_for(fault: Mutant, depth: int, debug: bool = True) -> None:
         fault.scenario(depth, debug)
 
 
+@pytest.mark.sweep("fault")
 @pytest.mark.parametrize(
     ("fault", "depth"),
     [(fault, depth) for fault in MUTANTS for depth in DEPTHS if depth >= fault.least_depth],
@@ -384,6 +387,7 @@ def test_fault_is_caught(fault: Mutant, depth: int) -> None:
         look_for(fault, depth)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("fault", MUTANTS, ids=lambda fault: fault.name)
 def test_fault_is_caught_by_what_users_see_without_debug_checks(fault: Mutant) -> None:
     with fault.active(), pytest.raises(tuple(finders_of(fault).values())):

@@ -1,13 +1,16 @@
-"""The lists of test files: what they name exists, and the quick one covers each package."""
+"""The lists of test files: what they name exists, and the quick one covers each package.
+Sweeps take a share of their cases."""
 
 from __future__ import annotations
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.support.selection import LONG, QUICK
+from tests.support.sweeps import CASES, SEED, share
 
 ROOT = Path(__file__).parents[2]
 FILES = {path.name: path for path in sorted((ROOT / "tests").rglob("test_*.py"))}
@@ -49,3 +52,53 @@ def test_the_quick_selection_covers(package: str) -> None:
 
 def test_nothing_is_quick_and_long() -> None:
     assert set(QUICK) & set(LONG) == set()
+
+
+class Case:
+    """What :func:`share` looks at of a test."""
+
+    def __init__(self, number: int, fault: int, *marks: pytest.Mark) -> None:
+        self.nodeid = f"test_a.py::test_b[{number}]"
+        self.callspec = SimpleNamespace(params={"fault": fault})
+        self.marks = marks
+
+    def iter_markers(self, name: str) -> list[pytest.Mark]:
+        return [mark for mark in self.marks if mark.name == name]
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return next(iter(self.iter_markers(name)), None)
+
+
+def shared(cases: list[Case]) -> list[Case]:
+    taken, left = share(cases)  # type: ignore[arg-type]
+    assert len(taken) + len(left) == len(cases)
+    return taken  # type: ignore[return-value]
+
+
+def test_a_sweep_takes_a_share_that_depends_on_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [Case(n, n % 5, pytest.mark.sweep.mark) for n in range(80)]
+    seen = set()
+    for commit in map(str, range(40)):
+        monkeypatch.setenv(SEED, commit)
+        assert shared(cases) == shared(cases) and len(shared(cases)) == 80 / CASES
+        seen |= set(shared(cases))
+    assert seen == set(cases)
+
+
+def test_a_sweep_over_a_parameter_leaves_out_no_value_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(SEED, "a")
+    cases = [Case(n, n % 30, pytest.mark.sweep("fault").mark) for n in range(80)]
+    assert len(shared(cases)) == 30
+    assert {case.callspec.params["fault"] for case in shared(cases)} == set(range(30))
+
+
+def test_other_tests_and_those_that_are_skipped_are_no_part_of_a_sweep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(SEED, "a")
+    sweep, skip = pytest.mark.sweep.mark, pytest.mark.skipif(True, reason="no GPU").mark
+    cases = [*(Case(n, 0) for n in range(9)), *(Case(n, 0, sweep, skip) for n in range(9))]
+    assert shared(cases) == cases
+    assert len(shared([*cases, Case(9, 0, sweep)])) == len(cases) + 1

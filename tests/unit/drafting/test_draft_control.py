@@ -294,6 +294,7 @@ def test_the_same_windows_in_each_run_whatever_the_timing() -> None:
     assert runs[0] == runs[1] == runs[2]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("device", (CpuDevice, CudaRingsDevice))
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_nothing_is_left_of_the_steps_that_were_measured(

@@ -241,6 +241,7 @@ def check_counts(tiny: Tiny) -> None:
 CHECKS = (check_tokens, check_mtp_drafts, check_ngram_drafts, check_writes, check_counts)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_checks_pass_without_a_fault(check: Callable[..., None], tiny: Any) -> None:
     check(tiny)
@@ -346,6 +347,7 @@ FAULTS = (
 )  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_fault_is_caught(fault: Fault, tiny: Tiny) -> None:
     finders = (WrongDraftsError, WrongTokensError, StrayWriteError, IntegrityError)

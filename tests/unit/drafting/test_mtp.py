@@ -62,6 +62,7 @@ def undrafted(tiny: DynamicInferenceEngine) -> list[list[int]]:
     return tokens_of(generate(tiny, 40))
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize(("depth", "drafts"), ((0, 4), (1, 1), (1, 4), (2, 2), (4, 4)))
 def test_drafted_equals_undrafted(
@@ -132,6 +133,7 @@ class Plain:
         return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("prompt", "chunk"), ((PROMPTS[0], 64), (PROMPTS[1] * 4, 16), ("x", 64)))
 @pytest.mark.parametrize("drafts", (1, 2, 4))
 def test_drafts_are_those_of_a_forward_without_a_cache(
@@ -168,6 +170,7 @@ def test_drafts_are_those_of_a_forward_without_a_cache(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnGpu:
+    @pytest.mark.sweep
     @pytest.mark.parametrize("drafts", (1, 2, 4))
     @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
     def test_drafted_equals_undrafted(self, dtype: str, drafts: int) -> None:

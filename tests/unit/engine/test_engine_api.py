@@ -144,6 +144,7 @@ def test_a_head_size_without_a_kernel_is_warned_of_once(
     assert "head size of 320 is above 256" in record.getMessage()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_abort_at_any_moment_gives_everything_back(depth: int) -> None:
     rng = random.Random(depth)

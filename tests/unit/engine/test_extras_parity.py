@@ -198,6 +198,7 @@ def log_probs_of(request: DynamicInferenceRequest) -> Any:
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_extras_at_every_depth_in_every_event(depth: int, event: str) -> None:

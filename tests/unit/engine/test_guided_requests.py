@@ -116,6 +116,7 @@ def what_came(
     return request.generated_tokens, request.generated_text, request.finish_reason
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -239,6 +240,7 @@ def test_a_logits_processor_that_fails_ends_its_request_alone(depth: int) -> Non
     assert good.finish_reason is FinishReason.LENGTH and len(good.generated_tokens) == LENGTH
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("raised", (SystemExit, asyncio.CancelledError, KeyboardInterrupt))
 @pytest.mark.parametrize("own_thread", (False, True))
 @pytest.mark.parametrize("depth", (0, 1))

@@ -60,6 +60,7 @@ def test_a_request_that_waits_for_blocks_is_served_when_they_come_free(
         assert first.done() and tokens(second) == decode_alone(Ask((2,) * 15, 5))[0]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("drafts", (0, 3))
 @pytest.mark.parametrize("count", (2, 3, 5))
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -110,6 +111,7 @@ class FreeBlocks:
         self.passed_over += room and table.allocator.free_count >= need
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_soak_over_a_cache_that_is_always_full(depth: int, request: pytest.FixtureRequest) -> None:
@@ -136,6 +138,7 @@ def test_soak_over_a_cache_that_is_always_full(depth: int, request: pytest.Fixtu
         assert counters.steps_launched >= thread.steps - counters.evictions - 2 * count
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_command_at_any_point_before_the_wait_is_heeded(depth: int, name: str) -> None:

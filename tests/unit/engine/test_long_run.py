@@ -290,6 +290,7 @@ STEADY = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("depth", DEPTHS[1:])
 @pytest.mark.parametrize("workload", STEADY.values(), ids=STEADY)
 def test_steady_workload_overlaps_99_of_100_steps(workload: Steady, depth: int) -> None:
@@ -299,6 +300,7 @@ def test_steady_workload_overlaps_99_of_100_steps(workload: Steady, depth: int) 
     assert counters.steps_overlapped >= 0.99 * counters.steps_committed
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("depth", DEPTHS[1:])
 def test_cache_of_a_single_request_drains_at_changes_alone_and_says_why(depth: int) -> None:
     """Below 99 of 100: the blocks of the one that ends are what the next one needs."""

@@ -77,6 +77,7 @@ def check_failed(request: DynamicInferenceRequest, ask: Ask, position: int) -> N
     assert counts.launched + counts.accepted == counts.committed + counts.discarded
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("debug", (False, True))
 @pytest.mark.parametrize("depth", DEPTHS)

@@ -76,6 +76,7 @@ def what_came(request: DynamicInferenceRequest) -> Any:
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("caches", (True, False))
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -119,6 +120,7 @@ def test_features_show_in_every_sequence(depth: int) -> None:
     assert [choice.stop_reason == "7" for choice in both.choices] == ["7" in t for t in texts]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("feature", ("grammar", "log-probs", "penalties"))
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_best_of_keeps_the_likeliest_by_their_log_probs(depth: int, feature: str) -> None:

@@ -96,6 +96,7 @@ _VERY_WIDE = [(37 * row) % 611 for row in range(150)]
     ],
 )
 class TestAttention:
+    @pytest.mark.sweep
     def test_equals_float64(
         self,
         device: torch.device,

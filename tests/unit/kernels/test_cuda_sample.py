@@ -205,6 +205,7 @@ def replace_source(there: str, instead: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sample, "kernel", kernel)
 
 
+@pytest.mark.sweep
 @emulated
 @pytest.mark.parametrize(
     ("there", "instead"),

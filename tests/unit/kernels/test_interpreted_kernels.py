@@ -49,8 +49,12 @@ MARKED = re.compile(r"^\s*(@interpreted|@on_devices|.*marks=interpreted)", re.MU
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the compiled kernels are tested")
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 @pytest.mark.parametrize("files", RUNS, ids=lambda files: files[0])
-def test_kernels_in_tritons_interpreter(files: tuple[str, ...]) -> None:
+def test_kernels_in_tritons_interpreter(
+    files: tuple[str, ...], pytestconfig: pytest.Config
+) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    if pytestconfig.getoption("--all"):
+        command.append("--all")
     result = subprocess.run(
         [*command, *(str(FILES[file]) for file in files)],
         env={**os.environ, "TRITON_INTERPRET": "1"},

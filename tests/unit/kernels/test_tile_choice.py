@@ -47,6 +47,7 @@ UNKNOWN_SHAPES = (
 )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("rows", "digest"),
     [

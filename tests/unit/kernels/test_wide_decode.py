@@ -127,6 +127,7 @@ class TestWide:
         assert len(made) == 1, "one for all layers and steps"
 
 
+@pytest.mark.sweep
 @emulated
 @pytest.mark.parametrize(
     ("there", "instead"),

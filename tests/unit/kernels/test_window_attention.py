@@ -107,6 +107,7 @@ WIDE_SMALL, WIDE_LENGTHS = (32, 1, 16, False, True), [(7 * row) % 33 for row in 
     ],
 )
 class TestWindows:
+    @pytest.mark.sweep
     def test_equal_float64_and_append_what_counts(
         self,
         device: torch.device,
@@ -135,6 +136,7 @@ class TestWindows:
         kept = before.flatten(1, 2)[:, untouched].view(torch.int16)
         assert torch.equal(flat[:, untouched].view(torch.int16), kept)
 
+    @pytest.mark.sweep
     def test_bits_of_a_token_are_its_own(
         self,
         device: torch.device,

@@ -149,6 +149,7 @@ def assert_same_bits(rig: Rig, length: int, ways: list[tuple[Chunks, int, int]])
         assert torch.equal(other_values, values), (chunks, others)
 
 
+@pytest.mark.sweep
 @torch.inference_mode()
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))

@@ -108,6 +108,7 @@ CASES: dict[str, tuple[Change, int, dict[str, tuple[int | None, ...]]]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @on_both(
     "name",
@@ -282,6 +283,7 @@ def test_an_error_in_what_a_module_hands_on_would_be_seen(
 # --- hidden states -----------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @on_both(
     "name",
     "path",
@@ -386,6 +388,7 @@ def rank_of(model: Any, config: ModelConfig, rank: int) -> tuple[Any, ModelConfi
     return share, half
 
 
+@pytest.mark.sweep
 @on_both(
     *("name", "one_kernel"),
     gpu=((name, one_kernel) for name in NAMES for one_kernel in (False, True)),

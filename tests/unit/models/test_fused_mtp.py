@@ -133,6 +133,7 @@ CASES: dict[str, tuple[Change, dict[str, tuple[int, ...]]]] = {
 }
 
 
+@pytest.mark.sweep
 @on_both(
     "name",
     "case",

@@ -111,6 +111,7 @@ def alone(model: Any) -> list[list[int]]:
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("depth", "drafts"), [*((depth, 0) for depth in DEPTHS), (0, 3), (2, 3)])
 def test_tokens_do_not_depend_on_depth_neighbours_or_drafts(
     depth: int, drafts: int, model: Any, alone: list[list[int]]

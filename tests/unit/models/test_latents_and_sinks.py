@@ -106,6 +106,7 @@ def expected(wrapper: GPTNetwork) -> list[list[int]]:
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("depth", "block_size"), [(0, 4), (1, 1), (2, 2), (4, 3)])
 def test_tokens_are_the_same_through_evictions_pauses_and_prefix_hits(
     wrapper: GPTNetwork, expected: list[list[int]], depth: int, block_size: int

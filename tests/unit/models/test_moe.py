@@ -283,6 +283,7 @@ def test_tokens_do_not_depend_on_neighbours(depth: int, model: Any, alone: list[
         assert (engine.counters.tokens_discarded > 0) == (depth > 0)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_evicted_and_paused_requests_go_on_with_the_same_tokens(
     depth: int, model: Any, alone: list[list[int]]

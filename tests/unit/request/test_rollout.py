@@ -140,6 +140,7 @@ def nothing(engine: DynamicInferenceEngine, step: int) -> None:
 EVENTS: dict[str, Event] = {"none": nothing, "evictions": evictions, "new weights": new_weights}
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("depth", DEPTHS)

@@ -111,6 +111,7 @@ def test_control_packets_are_written_to_the_end() -> None:
     assert heads.tolist() == [[3, 1, 0], [1, 0, 1], [5, 0, 0], [5, 0, 0], [5, 0, 0]]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("capture", (True, False))
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_fixed_shapes_give_the_oracles_tokens(depth: int, capture: bool) -> None:

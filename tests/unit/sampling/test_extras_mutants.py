@@ -135,6 +135,7 @@ def finds_nothing_without_a_fault(check: Callable[[int], None], depth: int) -> N
     check(depth)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.make.__name__)
 def test_fault_is_found(fault: Fault) -> None:
     for depth in fault.depths:

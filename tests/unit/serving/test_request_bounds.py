@@ -347,6 +347,7 @@ def test_work_that_nobody_waits_for_is_stopped() -> None:
     run(test())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "source",
     [

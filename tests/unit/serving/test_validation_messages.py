@@ -47,6 +47,7 @@ FIELDS = (
 )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", FIELDS)
 def test_no_error_has_the_librarys_words(name: str) -> None:
     for value in ODD:

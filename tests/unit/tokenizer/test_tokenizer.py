@@ -70,6 +70,7 @@ any_id = st.one_of(
 )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
 @given(ids=st.lists(any_id, max_size=40), skip=st.booleans())
 @settings(max_examples=500, deadline=None)

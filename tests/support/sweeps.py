@@ -1,0 +1,62 @@
+"""Tests of many cases of one kind, of which each run takes a share.
+
+``@pytest.mark.sweep`` takes one of :data:`CASES` cases of a test function, and
+``@pytest.mark.sweep("fault")`` as many of each value of its parameter ``fault``, but at least one.
+Which ones depends on the commit alone, so that a run can be repeated and the next commit takes
+others. ``--all`` takes every case.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import zlib
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+CASES = 4
+SEED = "TEST_SWEEP_SEED"
+"""Environment variable: what is chosen by in place of the commit."""
+
+_ROOT = Path(__file__).parents[2]
+
+
+def choose_seed() -> None:
+    """Once for all processes of a run."""
+    if SEED not in os.environ:
+        command = ["git", "-C", str(_ROOT), "rev-parse", "HEAD"]
+        try:
+            commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        except OSError:  # no git
+            commit = ""
+        os.environ[SEED] = commit.strip()
+
+
+def share(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """What a run takes of these tests, in their order, and what it leaves out."""
+    groups: dict[tuple[object, ...], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        mark = item.get_closest_marker("sweep")
+        if mark is not None and not _is_skipped(item):
+            groups[_group(item, mark.args)].append(item)
+    left = {item for group in groups.values() for item in _left_out(group)}
+    return [item for item in items if item not in left], [item for item in items if item in left]
+
+
+def _group(item: pytest.Item, parameters: tuple[str, ...]) -> tuple[object, ...]:
+    call = getattr(item, "callspec", None)
+    values = [] if call is None else [repr(call.params[name]) for name in parameters]
+    return (item.nodeid.partition("[")[0], *values)
+
+
+def _is_skipped(item: pytest.Item) -> bool:
+    """Those of a GPU where there is none are no share of the others."""
+    return any(mark.args and mark.args[0] is True for mark in item.iter_markers("skipif"))
+
+
+def _left_out(group: list[pytest.Item]) -> list[pytest.Item]:
+    seed = os.environ[SEED]
+    shuffled = sorted(group, key=lambda item: zlib.crc32(f"{seed} {item.nodeid}".encode()))
+    return shuffled[-(-len(group) // CASES) :]
