@@ -1,5 +1,6 @@
-"""Each release of megatron-core that was tried: models, tokens at all depths, checkpoints of each
-other release, Megatron's scripts; each in a process of its own."""
+"""Releases of megatron-core that were tried: models, tokens at all depths, checkpoints of each other
+release, Megatron's scripts; each in a process of its own. One runs beside the installed one, by the
+commit; all of them with ``--all``."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ import pytest
 from megatron_async.megatron_compat import installed
 from tests.support.programs import process_group
 from tests.support.releases import NoReleaseError, others, release_path
+from tests.support.sweeps import drawn
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,9 +87,12 @@ def running(versions: list[str], folder: Path) -> Iterator[list[Ranks]]:
 
 
 @pytest.mark.slow
-def test_each_release_serves_the_models_and_checkpoints_of_all(tmp_path: Path) -> None:
+def test_each_release_serves_the_models_and_checkpoints_of_all(
+    tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
     versions, missing = [installed().version], []
-    for version in others():
+    chosen = others() if pytestconfig.getoption("--all") else [drawn(others())]
+    for version in chosen:
         try:
             release_path(version)
         except NoReleaseError as error:
@@ -100,10 +105,10 @@ def test_each_release_serves_the_models_and_checkpoints_of_all(tmp_path: Path) -
     with running(versions, tmp_path) as releases:
         for phase, ranks in (("save", 2), ("models", 1), ("scripts", 1), ("load", 1)):
             # The suite runs the scripts of the installed one.
-            chosen = releases[phase == "scripts" :]
-            for release in chosen:
+            busy = releases[phase == "scripts" :]
+            for release in busy:
                 release.begin(phase, ranks)
-            for release in chosen:
+            for release in busy:
                 if failed := release.failed(ranks):
                     failures[f"{release.version}, {phase}"] = failed
     assert not failures, "\n".join(

@@ -48,6 +48,8 @@ from tests.support.patience import PATIENCE_SECONDS
 Found = dict[str, Any]
 
 DEPTHS = (0, 1, 2, 4)
+FULL_DEPTHS = (1, 4)
+"""Of those by the engine's own thread."""
 COMMON = "import os\nimport sys\nfrom pathlib import Path\n\n\n"
 PROMPTS = [
     COMMON + "def read(path):\n", "class A:\n    def", COMMON + "def write(path):\n", "x = [1, ",
@@ -164,8 +166,8 @@ def case(engine: DynamicInferenceEngine, folder: Path, model: str, *, alone: boo
         with engine.with_config(config_at(2, pipeline_micro_batches=2)) as other:
             result = replay(read_run(record), other)
             found["replay"] = [result.exact, list(result.differences), len(result.endings)]
-    work = list(zip(PROMPTS, params(), strict=True))
-    found["full"] = {depth: full_cache(engine, depth, work, 11) for depth in DEPTHS}
+        work = list(zip(PROMPTS, params(), strict=True))
+        found["full"] = {depth: full_cache(engine, depth, work, 11) for depth in FULL_DEPTHS}
     found["ngram"] = drafted(engine, speculative_method="ngram")
     if engine.model.network.kv_cache_spec.num_mtp_layers:
         found["mtp"] = drafted(engine)
@@ -367,7 +369,7 @@ def run_layout(folder: Path, name: str) -> None:
             if model in KILLS:
                 found = kill_case(folder, KILLS[model])
             elif model == "soak":
-                found = soak_case(folder, layout, store, int(os.environ.get("SOAK", "64")))
+                found = soak_case(folder, layout, store, int(os.environ.get("SOAK", "32")))
             elif model == "meeting":
                 found = meeting_case(folder, layout, store, meetings)
             else:

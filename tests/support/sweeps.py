@@ -12,7 +12,9 @@ import os
 import subprocess
 import zlib
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -20,6 +22,7 @@ CASES = 4
 SEED = "TEST_SWEEP_SEED"
 """Environment variable: what is chosen by in place of the commit."""
 
+T = TypeVar("T")
 _ROOT = Path(__file__).parents[2]
 
 
@@ -32,6 +35,11 @@ def choose_seed() -> None:
         except OSError:  # no git
             commit = ""
         os.environ[SEED] = commit.strip()
+
+
+def drawn(values: Sequence[T]) -> T:
+    """One of them, by the commit."""
+    return values[zlib.crc32(os.environ[SEED].encode()) % len(values)]
 
 
 def share(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:

@@ -99,7 +99,7 @@ def test_two_ranks_serve_many_requests_over_a_full_cache(
 ) -> None:
     """``SOAK=10000`` serves as many."""
     run = found["soak", "2,1,1"]
-    assert run["served"] == int(os.environ.get("SOAK", "64")) and run["wrong"] == []
+    assert run["served"] == int(os.environ.get("SOAK", "32")) and run["wrong"] == []
 
 
 @pytest.mark.parametrize(("model", "sizes"), CASES)
