@@ -42,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--long-run",
         action="store_true",
-        help="decode a million tokens in the long run, instead of a hundred thousand",
+        help="decode a million tokens in the long run, instead of fifty thousand",
     )
     parser.addoption(
         "--quick",

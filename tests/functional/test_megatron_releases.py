@@ -1,6 +1,6 @@
-"""Releases of megatron-core that were tried: models, tokens at all depths, checkpoints of each other
-release, Megatron's scripts; each in a process of its own. One runs beside the installed one, by the
-commit; all of them with ``--all``."""
+"""Releases of megatron-core that were tried: models, tokens at all depths, checkpoints of each
+other release, Megatron's scripts; each in a process of its own. One runs beside the installed one,
+by the commit; all of them with ``--all``."""
 
 from __future__ import annotations
 

@@ -14,6 +14,8 @@ from tests.functional.test_scenarios import run_at
 from tests.support.engines import DEPTHS, config_at, hash_engine
 from tests.support.hybrid_hash_model import HybridHashModel
 
+pytestmark = pytest.mark.sweep
+
 NAMES = (
     "evict-while-paused",
     "shared-prefix-evicted",
@@ -49,7 +51,6 @@ def prepared(engine: DynamicInferenceEngine) -> dict[str, Prepared]:
     return {each.scenario.name: each for each in found}
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("name", NAMES)
 def test_whatever_happens_each_request_gets_the_tokens_it_gets_alone(

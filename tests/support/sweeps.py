@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import pytest
 
-CASES = 4
+CASES = 6
 SEED = "TEST_SWEEP_SEED"
 """Environment variable: what is chosen by in place of the commit."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -40,10 +41,16 @@ def test_decisions_import_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=PATIENCE_SECONDS)
 
 
+@functools.cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """All of a file's syntax tree."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
 def imports_of(path: Path) -> set[str]:
     """Modules that a file imports anywhere in it."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -178,7 +185,7 @@ def test_no_pickle_is_ever_loaded() -> None:
     """Only the restricted reader of megatron's checkpoints may touch pickle, and torch.load is
     always called with weights_only=True."""
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("torch.load"):
                 keywords = {k.arg: ast.unparse(k.value) for k in node.keywords}
                 assert keywords.get("weights_only") == "True", path
@@ -253,7 +260,7 @@ def test_models_and_batches_have_what_their_protocols_say() -> None:
     say what they have."""
     asked = set()
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if not isinstance(node, ast.Call) or ast.unparse(node.func) != "getattr":
                 continue
             of, name = node.args[0], node.args[1]
@@ -312,7 +319,7 @@ def private_attributes(path: Path) -> list[tuple[ast.Attribute, str]]:
     """Each access of an attribute ``_x`` in a file, and the expression it is an attribute of."""
     return [
         (node, ast.unparse(node.value))
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.Attribute) and is_private(node.attr)
     ]
 

@@ -30,6 +30,8 @@ from tests.support.hash_model import VOCAB_SIZE, HashModel
 from tests.support.oracle import Ask, decode_alone
 from tests.support.patience import PATIENCE_SECONDS
 
+pytestmark = pytest.mark.sweep
+
 ASYNC = DEPTHS[1:]
 LONG = Ask(prompt=(1, 2, 3), max_new=40)
 

@@ -80,7 +80,7 @@ def test_a_sweep_takes_a_share_that_depends_on_the_commit(monkeypatch: pytest.Mo
     seen = set()
     for commit in map(str, range(40)):
         monkeypatch.setenv(SEED, commit)
-        assert shared(cases) == shared(cases) and len(shared(cases)) == 80 / CASES
+        assert shared(cases) == shared(cases) and len(shared(cases)) == -(-80 // CASES)
         seen |= set(shared(cases))
     assert seen == set(cases)
 

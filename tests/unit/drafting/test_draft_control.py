@@ -36,6 +36,8 @@ from tests.support.engines import DEPTHS, greedy, hash_engine, random_ask, sampl
 from tests.support.hash_tokenizer import hash_tokenizer
 from tests.support.oracle import Ask, decode_alone
 
+pytestmark = pytest.mark.sweep
+
 WINDOWS = (1, 2, 3, 5)
 COSTS = tuple(
     (rows, window, 1.0 + share * (window - 1))
@@ -294,7 +296,6 @@ def test_the_same_windows_in_each_run_whatever_the_timing() -> None:
     assert runs[0] == runs[1] == runs[2]
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("device", (CpuDevice, CudaRingsDevice))
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_nothing_is_left_of_the_steps_that_were_measured(

@@ -22,6 +22,8 @@ from megatron_async.runner import step_program
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import config_at
 
+pytestmark = pytest.mark.sweep
+
 HEAD = "class Stack:\n    def push(self"
 NEW_TOKENS = 10
 
@@ -170,7 +172,6 @@ MATRIX = [
 second feature, so that each block size has them all."""
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(("depth", "drafts", "block", "chunk", "event", "method"), MATRIX)
 def test_features(depth: int, drafts: int, block: int, chunk: int, event: str, method: str) -> None:
     config = engine_config(
@@ -244,7 +245,6 @@ def ends() -> tuple[list[SamplingParams], list[Any]]:
     return params, [shown(request) for request in requests]
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(("depth", "drafts"), ((0, 2), (2, 4)))
 def test_ends_at_each_place_of_a_window(depth: int, drafts: int) -> None:
     params, wanted = ends()

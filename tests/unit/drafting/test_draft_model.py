@@ -21,6 +21,8 @@ from megatron_async.models.description.config import ModelConfig, RopeScaling
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import config_at
 
+pytestmark = pytest.mark.sweep
+
 PROMPTS = ["def fibonacci(n):", "class Stack:\n    def push(self", "import os\n\n", "x"]
 NEW_TOKENS = 30
 
@@ -52,7 +54,6 @@ def expected() -> list[list[int]]:
         return tokens_of(engine)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(("depth", "drafts", "block_size"), ((0, 1, 64), (1, 3, 16), (2, 2, 1)))
 def test_a_model_that_drafts_for_itself_is_always_right(
     expected: list[list[int]], depth: int, drafts: int, block_size: int
@@ -114,7 +115,6 @@ def test_what_does_not_suit_is_refused(tmp_path: Path) -> None:
         DynamicInferenceEngine.from_pretrained("tiny", config)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("depth", (0, 1, 2))
 @pytest.mark.parametrize(("prompt", "new"), ((7, 4), (2, 38), (25, 15), (39, 1), (36, 4)))
 def test_learned_positions_end_where_the_model_does(
@@ -159,7 +159,6 @@ SHORTER = {
 }
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("depth", (0, 2))
 @pytest.mark.parametrize("name", SHORTER)
 def test_a_request_goes_on_where_its_drafter_cannot(name: str, depth: int, tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from tests.support.engines import DEPTHS, greedy, hash_engine, random_ask, sampl
 from tests.support.hash_tokenizer import hash_tokenizer
 from tests.support.oracle import Ask, decode_alone, text_of
 
+pytestmark = pytest.mark.sweep
+
 WINDOWS = (1, 2, 3, 4)
 
 
@@ -35,7 +37,6 @@ def check(asks: list[Ask], requests: list[DynamicInferenceRequest]) -> None:
         assert counts.launched + counts.accepted == counts.committed + counts.discarded
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("block_size", (1, 2, 3, 16, 64))
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -155,7 +156,6 @@ def test_blocks_that_a_window_did_not_reach_are_adopted_by_the_next(depth: int) 
     check([ask], [request])
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("window", WINDOWS[1:])
 def test_drafted_equals_undrafted_through_pauses_evictions_and_aborts(

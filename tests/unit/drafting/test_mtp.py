@@ -26,6 +26,8 @@ from megatron_async.runner.memory.forward_batch import ForwardBatch
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import DEPTHS, config_at, hash_engine
 
+pytestmark = pytest.mark.sweep
+
 PROMPTS = ["def fibonacci(n):", "class Stack:\n    def push(self", "import os\n\n", "x"]
 TEMPERATURES = (0.0, 0.3, 0.8, 1.0)
 
@@ -62,7 +64,6 @@ def undrafted(tiny: DynamicInferenceEngine) -> list[list[int]]:
     return tokens_of(generate(tiny, 40))
 
 
-@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize(("depth", "drafts"), ((0, 4), (1, 1), (1, 4), (2, 2), (4, 4)))
 def test_drafted_equals_undrafted(
@@ -133,7 +134,6 @@ class Plain:
         return found
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(("prompt", "chunk"), ((PROMPTS[0], 64), (PROMPTS[1] * 4, 16), ("x", 64)))
 @pytest.mark.parametrize("drafts", (1, 2, 4))
 def test_drafts_are_those_of_a_forward_without_a_cache(
@@ -170,7 +170,6 @@ def test_drafts_are_those_of_a_forward_without_a_cache(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnGpu:
-    @pytest.mark.sweep
     @pytest.mark.parametrize("drafts", (1, 2, 4))
     @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
     def test_drafted_equals_undrafted(self, dtype: str, drafts: int) -> None:

@@ -12,6 +12,8 @@ from tests.support.engines import DEPTHS, hash_engine, random_ask, sampling_para
 from tests.support.hash_model import MAX_LENGTH
 from tests.support.oracle import Ask, decode_alone
 
+pytestmark = pytest.mark.sweep
+
 
 def run(depth: int, asks: list[Ask], **values: object) -> tuple[object, list[object]]:
     """Decode all asks and compare each with the oracle; returns the counters and requests."""
@@ -37,7 +39,7 @@ def run(depth: int, asks: list[Ask], **values: object) -> tuple[object, list[obj
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_random_workloads_equal_the_oracle(data: st.DataObject) -> None:
     rng = random.Random(data.draw(st.integers(0, 2**32), label="workload"))

@@ -23,6 +23,8 @@ from tests.support.hash_model import VOCAB_SIZE, HashModel
 from tests.support.log_probs import check_log_probs
 from tests.support.oracle import Ask, decode_alone
 
+pytestmark = pytest.mark.sweep
+
 IDS = random.Random(3).sample(range(VOCAB_SIZE), VOCAB_SIZE)
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -198,7 +200,6 @@ def log_probs_of(request: DynamicInferenceRequest) -> Any:
     )
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_extras_at_every_depth_in_every_event(depth: int, event: str) -> None:

@@ -29,6 +29,8 @@ from tests.support.engines import DEPTHS, hash_engine
 from tests.support.hash_model import VOCAB_SIZE, HashModel
 from tests.support.hash_tokenizer import hash_tokenizer
 
+pytestmark = pytest.mark.sweep
+
 SCHEMA = {
     "type": "object",
     "properties": {"ab": {"type": "integer", "maximum": 99}, "c": {"enum": [True, None]}},
@@ -116,7 +118,6 @@ def what_came(
     return request.generated_tokens, request.generated_text, request.finish_reason
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -240,7 +241,6 @@ def test_a_logits_processor_that_fails_ends_its_request_alone(depth: int) -> Non
     assert good.finish_reason is FinishReason.LENGTH and len(good.generated_tokens) == LENGTH
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("raised", (SystemExit, asyncio.CancelledError, KeyboardInterrupt))
 @pytest.mark.parametrize("own_thread", (False, True))
 @pytest.mark.parametrize("depth", (0, 1))

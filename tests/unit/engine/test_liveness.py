@@ -29,6 +29,8 @@ from tests.support.hash_tokenizer import hash_tokenizer
 from tests.support.liveness import COMMANDS, MOST_STEPS, POINTS, own_thread, place, tokens
 from tests.support.oracle import Ask, decode_alone
 
+pytestmark = pytest.mark.sweep
+
 ENDS = {
     "length": {},
     "stop token": {"stop_token_ids": (decode_alone(Ask((1,), 6))[0][5],)},
@@ -60,7 +62,6 @@ def test_a_request_that_waits_for_blocks_is_served_when_they_come_free(
         assert first.done() and tokens(second) == decode_alone(Ask((2,) * 15, 5))[0]
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("drafts", (0, 3))
 @pytest.mark.parametrize("count", (2, 3, 5))
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -111,7 +112,6 @@ class FreeBlocks:
         self.passed_over += room and table.allocator.free_count >= need
 
 
-@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_soak_over_a_cache_that_is_always_full(depth: int, request: pytest.FixtureRequest) -> None:
@@ -138,7 +138,6 @@ def test_soak_over_a_cache_that_is_always_full(depth: int, request: pytest.Fixtu
         assert counters.steps_launched >= thread.steps - counters.evictions - 2 * count
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_command_at_any_point_before_the_wait_is_heeded(depth: int, name: str) -> None:

@@ -23,6 +23,8 @@ from tests.support.engines import DEPTHS, hash_engine, sampling_params
 from tests.support.hash_model import VOCAB_SIZE
 from tests.support.oracle import Ask, decode_with_salts
 
+pytestmark = pytest.mark.sweep
+
 DEPTH = 2
 LIVE = 48
 """Requests that are kept waiting or running; more arrive as others end."""
@@ -183,7 +185,7 @@ def test_long_run_adds_up_and_leaves_nothing(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = request.config.getoption("--long-run")
-    run = LongRun(requests=10_000 if long else 1_000)
+    run = LongRun(requests=10_000 if long else 500)
     watch_counters(run, monkeypatch)
     started = time.perf_counter()
     with hash_engine(
@@ -290,7 +292,6 @@ STEADY = {
 }
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("depth", DEPTHS[1:])
 @pytest.mark.parametrize("workload", STEADY.values(), ids=STEADY)
 def test_steady_workload_overlaps_99_of_100_steps(workload: Steady, depth: int) -> None:
@@ -300,7 +301,6 @@ def test_steady_workload_overlaps_99_of_100_steps(workload: Steady, depth: int) 
     assert counters.steps_overlapped >= 0.99 * counters.steps_committed
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("depth", DEPTHS[1:])
 def test_cache_of_a_single_request_drains_at_changes_alone_and_says_why(depth: int) -> None:
     """Below 99 of 100: the blocks of the one that ends are what the next one needs."""

@@ -16,6 +16,8 @@ from megatron_async.step.plan import Plan
 from tests.support.engines import DEPTHS, config_at, greedy, hash_engine, random_ask
 from tests.unit.engine.test_engine_parity import run
 
+pytestmark = pytest.mark.sweep
+
 
 class Watcher:
     """The plans of an engine, and the last ticket that was committed before each."""

@@ -19,6 +19,8 @@ from tests.support.engines import DEPTHS, drive, engine_at, sampling_params
 from tests.support.hash_model import HashModel
 from tests.support.oracle import Ask, decode_alone
 
+pytestmark = pytest.mark.sweep
+
 MARK = 10**12
 """The seed of requests that fail."""
 PROMPT = (5, 6, 7)
@@ -77,7 +79,6 @@ def check_failed(request: DynamicInferenceRequest, ask: Ask, position: int) -> N
     assert counts.launched + counts.accepted == counts.committed + counts.discarded
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("debug", (False, True))
 @pytest.mark.parametrize("depth", DEPTHS)

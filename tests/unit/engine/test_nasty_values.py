@@ -22,6 +22,8 @@ from megatron_async.errors import ConfigError, MegatronAsyncError, RequestError,
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import drive, engine_at, greedy
 
+pytestmark = pytest.mark.sweep
+
 MOST_SAID = 3000
 DIGITS = 10**5000
 

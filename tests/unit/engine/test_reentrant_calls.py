@@ -25,6 +25,8 @@ from tests.support.engines import drive, engine_at, greedy, hash_engine, samplin
 from tests.support.hash_model import HashModel
 from tests.support.oracle import Ask, decode_alone
 
+pytestmark = pytest.mark.sweep
+
 DEPTHS = (0, 1, 2, 3, 4)
 Call = Callable[[DynamicInferenceEngine], object]
 
@@ -106,7 +108,6 @@ def signal_in_waits(engine: DynamicInferenceEngine) -> None:
     results.wait = interrupted  # type: ignore[method-assign]
 
 
-@pytest.mark.sweep
 @each_refused_call
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_handler_in_a_wait_gave_futures_wrong_tokens_or_the_engine_died(
@@ -155,7 +156,6 @@ def is_in_wait(frame: FrameType | None) -> bool:
     return False
 
 
-@pytest.mark.sweep
 @each_refused_call
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_timers_signal_while_the_host_is_blocked_in_a_wait(depth: int, name: str) -> None:
@@ -182,7 +182,6 @@ def test_a_timers_signal_while_the_host_is_blocked_in_a_wait(depth: int, name: s
         check_unharmed(engine, futures)
 
 
-@pytest.mark.sweep
 @each_refused_call
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_refused_call_that_nobody_catches_interrupts_the_step_and_loses_nothing(
@@ -417,7 +416,6 @@ ENGINE = ("megatron_async.engine", "threading")
 LONG = [Ask((i + 1,), 230) for i in range(3)]
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "depth"),
     [
@@ -469,7 +467,6 @@ def test_a_handler_between_any_two_lines_of_a_step_harms_nothing(name: str, dept
     assert done[True] > 40 and done[False] > 5, done
 
 
-@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("call", ("add_request", "step_modern", "generate", "suspend", "start"))
 def test_a_handler_between_any_two_lines_may_add_and_abort_requests(call: str) -> None:
@@ -518,7 +515,6 @@ def may_be_had(lock: Any) -> bool:
     return got[0]
 
 
-@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "depth"),

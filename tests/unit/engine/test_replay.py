@@ -29,6 +29,8 @@ from tests.support.recorded_runs import (
     with_requests,
 )
 
+pytestmark = pytest.mark.sweep
+
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_run_is_repeated_exactly_at_its_depth(depth: int, tmp_path: Path) -> None:
@@ -41,7 +43,6 @@ def test_a_run_is_repeated_exactly_at_its_depth(depth: int, tmp_path: Path) -> N
     assert len(run.entries) > 20 and len(result.endings) == len(run.endings) == 8
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("recorded", DEPTHS)
 @pytest.mark.parametrize("replayed", DEPTHS)
 def test_a_run_gives_the_same_tokens_at_any_depth(
@@ -62,7 +63,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     return {depth: directory / f"{depth}.jsonl" for depth in DEPTHS}
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("recorded", DEPTHS)
 @pytest.mark.parametrize("replayed", DEPTHS)
 def test_requests_that_ask_for_more_are_repeated_at_any_depth(

@@ -25,6 +25,8 @@ from tests.support.engines import DEPTHS, drive, engine_at, hash_engine
 from tests.support.oracle import Ask, decode_alone
 from tests.unit.engine import test_nan_logits
 
+pytestmark = pytest.mark.sweep
+
 PROMPT = (5, 6, 7, 8, 9)
 SEED = 11
 

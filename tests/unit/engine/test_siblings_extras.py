@@ -19,6 +19,8 @@ from tests.support.engines import hash_engine
 from tests.support.hash_tokenizer import hash_tokenizer
 from tests.support.log_probs import check_log_probs
 
+pytestmark = pytest.mark.sweep
+
 DEPTHS = (0, 1, 2)
 BLOCK = 4
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]
@@ -76,7 +78,6 @@ def what_came(request: DynamicInferenceRequest) -> Any:
     )
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("caches", (True, False))
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -120,7 +121,6 @@ def test_features_show_in_every_sequence(depth: int) -> None:
     assert [choice.stop_reason == "7" for choice in both.choices] == ["7" in t for t in texts]
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("feature", ("grammar", "log-probs", "penalties"))
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_best_of_keeps_the_likeliest_by_their_log_probs(depth: int, feature: str) -> None:

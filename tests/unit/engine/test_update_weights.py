@@ -22,6 +22,8 @@ from megatron_async.weights.place import read_weights
 from tests.support.engines import DEPTHS, config_at, hash_engine, sampling_params
 from tests.support.oracle import Ask, decode_with_salts
 
+pytestmark = pytest.mark.sweep
+
 CONFIG = ModelConfig(
     num_layers=2,
     hidden_size=32,
@@ -59,7 +61,6 @@ def continuation(seed: int, tokens: list[int], count: int) -> list[int]:
         return engine.generate([tokens], params)[0].generated_tokens
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ("state dict", "directory", "file"))
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_tokens_after_an_update_come_from_the_new_weights_alone(
@@ -235,7 +236,6 @@ def test_one_tensor_that_does_not_fit_leaves_all_as_they_are(
     assert same(copied(served), before)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("depth", (0, 2))
 @pytest.mark.parametrize("inside", ("neither", "new weights", "update", "both"))
 def test_a_model_built_in_inference_mode_gets_new_weights_outside_of_it(

@@ -16,6 +16,8 @@ from megatron_async.kernels.norm.embed import Embed
 from tests.support import emulator
 from tests.support.cuda_kernels import LIMIT, device, emulated, on_both, relative_error
 
+pytestmark = pytest.mark.sweep
+
 __all__ = ["device"]
 
 
@@ -96,7 +98,6 @@ _VERY_WIDE = [(37 * row) % 611 for row in range(150)]
     ],
 )
 class TestAttention:
-    @pytest.mark.sweep
     def test_equals_float64(
         self,
         device: torch.device,

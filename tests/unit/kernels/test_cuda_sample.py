@@ -20,6 +20,8 @@ from tests.unit.kernels.test_sample_kernel import (
     rows_with_nan,
 )
 
+pytestmark = pytest.mark.sweep
+
 __all__ = ["device"]
 
 ID_MASK = NAN_KEY = 2**31 - 1
@@ -205,7 +207,6 @@ def replace_source(there: str, instead: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sample, "kernel", kernel)
 
 
-@pytest.mark.sweep
 @emulated
 @pytest.mark.parametrize(
     ("there", "instead"),

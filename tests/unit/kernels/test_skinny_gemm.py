@@ -37,6 +37,8 @@ from tests.support.cuda_kernels import (
 )
 from tests.support.known_gemms import GEMMS, NORMS
 
+pytestmark = pytest.mark.sweep
+
 __all__ = ["device"]
 
 
@@ -237,7 +239,6 @@ class TestGemms:
         self.configs = _configs(self.gemm, 5) if config is None else [config]
         assert self.configs
 
-    @pytest.mark.sweep
     def test_equals_float64(self, rows: int) -> None:
         statistics_norm = LAYER_NORM if rows % 2 else RMS_NORM
         wanted = self.gemm.wanted()
@@ -291,9 +292,6 @@ def test_emulated_configs_use_every_way_to_build_the_kernels() -> None:
 
 
 # --- the emulator notices -------------------------------------------------------------------------
-
-
-@pytest.mark.sweep
 @emulated
 @pytest.mark.parametrize(
     ("kernel", "there", "instead", "says"),

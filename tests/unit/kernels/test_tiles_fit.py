@@ -51,6 +51,8 @@ from tests.support.kernel_shapes import (
     mamba_sizes,
 )
 
+pytestmark = pytest.mark.sweep
+
 SMS = 132
 on_limits = pytest.mark.parametrize("gpu", LIMITS)
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for this platform")

@@ -15,6 +15,8 @@ from tests.support import emulator
 from tests.support.batches import new_batch
 from tests.support.cuda_kernels import LIMIT, device, emulated, on_both, relative_error
 
+pytestmark = pytest.mark.sweep
+
 __all__ = ["device"]
 
 BLOCK_SIZE, KV_HEADS, HEAD_DIM = 16, 2, 32
@@ -127,7 +129,6 @@ class TestWide:
         assert len(made) == 1, "one for all layers and steps"
 
 
-@pytest.mark.sweep
 @emulated
 @pytest.mark.parametrize(
     ("there", "instead"),

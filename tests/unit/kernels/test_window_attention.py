@@ -27,6 +27,8 @@ from tests.support.oracle import Ask
 from tests.support.window_cases import Row, WindowCase
 from tests.unit.models.test_forward_accuracy import TOLERANCE, Rig
 
+pytestmark = pytest.mark.sweep
+
 __all__ = ["device"]
 
 MakeRows = Callable[[int, list[int]], list[Row]]
@@ -107,7 +109,6 @@ WIDE_SMALL, WIDE_LENGTHS = (32, 1, 16, False, True), [(7 * row) % 33 for row in 
     ],
 )
 class TestWindows:
-    @pytest.mark.sweep
     def test_equal_float64_and_append_what_counts(
         self,
         device: torch.device,
@@ -136,7 +137,6 @@ class TestWindows:
         kept = before.flatten(1, 2)[:, untouched].view(torch.int16)
         assert torch.equal(flat[:, untouched].view(torch.int16), kept)
 
-    @pytest.mark.sweep
     def test_bits_of_a_token_are_its_own(
         self,
         device: torch.device,

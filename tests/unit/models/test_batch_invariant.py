@@ -12,6 +12,8 @@ from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.runner.memory.forward_batch import ForwardBatch
 from tests.support.batches import new_batch
 
+pytestmark = pytest.mark.sweep
+
 BLOCK_SIZE = 4
 COLUMNS = 80
 VOCAB_SIZE = 97
@@ -149,7 +151,6 @@ def assert_same_bits(rig: Rig, length: int, ways: list[tuple[Chunks, int, int]])
         assert torch.equal(other_values, values), (chunks, others)
 
 
-@pytest.mark.sweep
 @torch.inference_mode()
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))

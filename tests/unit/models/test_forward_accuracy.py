@@ -29,6 +29,8 @@ from megatron_async.step.plan import Plan
 from tests.support import emulator
 from tests.support.engines import config_at
 
+pytestmark = pytest.mark.sweep
+
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 2e-5}
 PROMPT_TOKENS = 40
 DECODE_STEPS = 6

@@ -31,6 +31,8 @@ from tests.support.cuda_kernels import device, emulated, on_both, relative_error
 from tests.support.decode_rig import TOKENS, DecodeRig, bfloat16_model, small, state_of
 from tests.unit.models.test_forward_accuracy import TOLERANCE, Float64Model, Rig
 
+pytestmark = pytest.mark.sweep
+
 __all__ = ["device"]
 
 pytest.importorskip("triton", reason="between fused blocks and modules is a kernel of Triton's")
@@ -108,7 +110,6 @@ CASES: dict[str, tuple[Change, int, dict[str, tuple[int | None, ...]]]] = {
 }
 
 
-@pytest.mark.sweep
 @pytest.mark.slow
 @on_both(
     "name",
@@ -281,9 +282,6 @@ def test_an_error_in_what_a_module_hands_on_would_be_seen(
 
 
 # --- hidden states -----------------------------------------------------------------------------
-
-
-@pytest.mark.sweep
 @on_both(
     "name",
     "path",
@@ -388,7 +386,6 @@ def rank_of(model: Any, config: ModelConfig, rank: int) -> tuple[Any, ModelConfi
     return share, half
 
 
-@pytest.mark.sweep
 @on_both(
     *("name", "one_kernel"),
     gpu=((name, one_kernel) for name in NAMES for one_kernel in (False, True)),

@@ -26,6 +26,8 @@ from tests.support.cuda_kernels import device, emulated, on_both, relative_error
 from tests.support.decode_rig import bfloat16_model, small
 from tests.unit.models.test_forward_accuracy import TOLERANCE
 
+pytestmark = pytest.mark.sweep
+
 __all__ = ["device"]
 
 mtp_norms = pytest.importorskip(
@@ -133,7 +135,6 @@ CASES: dict[str, tuple[Change, dict[str, tuple[int, ...]]]] = {
 }
 
 
-@pytest.mark.sweep
 @on_both(
     "name",
     "case",

@@ -30,6 +30,8 @@ from megatron_async.request.request import DynamicInferenceRequest
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import DEPTHS, config_at, tokens_with_pauses
 
+pytestmark = pytest.mark.sweep
+
 CONFIG = ModelConfig(
     num_layers=6,
     hidden_size=64,
@@ -111,7 +113,6 @@ def alone(model: Any) -> list[list[int]]:
     return found
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(("depth", "drafts"), [*((depth, 0) for depth in DEPTHS), (0, 3), (2, 3)])
 def test_tokens_do_not_depend_on_depth_neighbours_or_drafts(
     depth: int, drafts: int, model: Any, alone: list[list[int]]

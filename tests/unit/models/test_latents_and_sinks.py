@@ -21,6 +21,8 @@ from megatron_async.models.served import ServedModel
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import config_at, greedy
 
+pytestmark = pytest.mark.sweep
+
 SIZES: dict[str, Any] = dict(
     num_layers=2, hidden_size=32, num_attention_heads=4, num_kv_heads=4, head_dim=12,
     ffn_hidden_size=48, vocab_size=96, max_sequence_length=128,
@@ -106,7 +108,6 @@ def expected(wrapper: GPTNetwork) -> list[list[int]]:
     return found
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(("depth", "block_size"), [(0, 4), (1, 1), (2, 2), (4, 3)])
 def test_tokens_are_the_same_through_evictions_pauses_and_prefix_hits(
     wrapper: GPTNetwork, expected: list[list[int]], depth: int, block_size: int

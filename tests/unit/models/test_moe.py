@@ -35,6 +35,8 @@ from megatron.core.transformer.moe.experts import SequentialMLP  # isort: skip
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection  # isort: skip
 from megatron.core.transformer.spec_utils import build_module  # isort: skip
 
+pytestmark = pytest.mark.sweep
+
 CONFIG = ModelConfig(
     num_layers=3,
     hidden_size=64,
@@ -283,7 +285,6 @@ def test_tokens_do_not_depend_on_neighbours(depth: int, model: Any, alone: list[
         assert (engine.counters.tokens_discarded > 0) == (depth > 0)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_evicted_and_paused_requests_go_on_with_the_same_tokens(
     depth: int, model: Any, alone: list[list[int]]

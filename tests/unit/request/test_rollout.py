@@ -34,6 +34,8 @@ from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import config_at
 from tests.support.patience import PATIENCE_SECONDS
 
+pytestmark = pytest.mark.sweep
+
 TOLERANCE = 1e-4
 DEPTHS = (0, 1, 2)
 BLOCK = 16
@@ -140,7 +142,6 @@ def nothing(engine: DynamicInferenceEngine, step: int) -> None:
 EVENTS: dict[str, Event] = {"none": nothing, "evictions": evictions, "new weights": new_weights}
 
 
-@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("depth", DEPTHS)

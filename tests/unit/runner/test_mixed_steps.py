@@ -34,6 +34,8 @@ from megatron_async.step.plan import (
 from tests.support.engines import DEPTHS, config_at, hash_engine, random_ask, sampling_params
 from tests.support.oracle import decode_alone
 
+pytestmark = pytest.mark.sweep
+
 WARM_UP_RUNS = 2
 
 
@@ -111,7 +113,6 @@ def test_control_packets_are_written_to_the_end() -> None:
     assert heads.tolist() == [[3, 1, 0], [1, 0, 1], [5, 0, 0], [5, 0, 0], [5, 0, 0]]
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("capture", (True, False))
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_fixed_shapes_give_the_oracles_tokens(depth: int, capture: bool) -> None:

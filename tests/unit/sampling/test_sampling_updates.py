@@ -16,6 +16,8 @@ from tests.support.drafting_model import DraftingHashModel
 from tests.support.engines import DEPTHS, drive, greedy, hash_engine
 from tests.support.hash_model import hash_history, hash_logits
 
+pytestmark = pytest.mark.sweep
+
 SIZES: dict[str, Any] = {"max_requests": 3, "block_size_tokens": 4, "block_count": 60}
 
 

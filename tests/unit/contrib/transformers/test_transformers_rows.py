@@ -26,6 +26,8 @@ from tests.support.compared_generation import generate_seeded
 from tests.support.late_streams import LateStreams
 from tests.support.tiny_generators import VOCABULARY, generator_model, prompts
 
+pytestmark = pytest.mark.sweep
+
 
 def arguments(**more: Any) -> dict[str, Any]:
     config = CompileConfig(backend="eager", mode=None)
