@@ -78,7 +78,7 @@ def shared(cases: list[Case]) -> list[Case]:
 def test_a_sweep_takes_a_share_that_depends_on_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [Case(n, n % 5, pytest.mark.sweep.mark) for n in range(80)]
     seen = set()
-    for commit in map(str, range(40)):
+    for commit in map(str, range(99)):
         monkeypatch.setenv(SEED, commit)
         assert shared(cases) == shared(cases) and len(shared(cases)) == -(-80 // CASES)
         seen |= set(shared(cases))
