@@ -10,7 +10,8 @@ import base64
 import contextlib
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ _CUDA_BYTES = ("handle", "counter", "event")
 class SharedWeights:
     """The trainer's side. CUDA tensors are read where they are: they must stay as they are until
     the engine has taken them. Tensors of the CPU are copied into a file in memory, which is made
-    once and used again.
+    once and used again, and goes away with this object, or with the process.
 
     Args:
         tensors: by megatron-core's parameter names; what :meth:`export` shows.
@@ -59,9 +60,11 @@ class SharedWeights:
             )
         self._path: Path | None = None
         self._views: list[Tensor] = []
+        self._end: Callable[[], object] | None = None
         if kinds == {"cpu"}:
             self._offsets, size = _offsets_of(self._infos)
             self._path = _file_in_memory()
+            self._end = weakref.finalize(self, _remove, self._path, os.getpid())
             whole = _mapped(self._path, size)
             self._views = _views(whole, self._infos, self._offsets)
 
@@ -80,10 +83,8 @@ class SharedWeights:
 
     def close(self) -> None:
         """The file in memory goes away with its last reader."""
-        if self._path is not None:
-            with contextlib.suppress(FileNotFoundError):
-                self._path.unlink()
-            let_go(str(self._path))
+        if self._end is not None:
+            self._end()
         self._views = []
 
     def __enter__(self) -> SharedWeights:
@@ -130,6 +131,13 @@ def _file_in_memory() -> Path:
     """A new file that only this user can read."""
     directory = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else tempfile.gettempdir()
     return Path(make_private_file("weights", str(directory)))
+
+
+def _remove(path: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a process that was forked from it only ends
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        let_go(str(path))
 
 
 def _mapped(path: Path, size: int) -> Tensor:

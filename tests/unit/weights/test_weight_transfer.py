@@ -265,3 +265,41 @@ def test_shards_that_do_not_fit_together_are_refused() -> None:
 def test_rows_that_pad_the_vocabulary_are_left_out() -> None:
     shards = [{EMBEDDING: torch.full((4, 2), float(rank))} for rank in range(2)]
     assert relay(shards, gated=False, vocab_size=6)[EMBEDDING][:, 0].tolist() == [0] * 4 + [1] * 2
+
+
+ENDINGS = """
+import os, sys, torch
+from megatron_async.weights.shared_memory import SharedWeights
+
+ENDINGS = {
+    "del": "del shared",
+    "exception": "raise ValueError('of the trainer')",
+    "end of the script": "",
+    "exit": "sys.exit(3)",
+    "a fork that ends": "if not os.fork(): sys.exit(0)\\nos.wait()\\nassert os.path.exists(path)",
+}
+for name, ending in ENDINGS.items():
+    if not os.fork():
+        shared = SharedWeights({"a": torch.ones(1000)})
+        path = shared.export()["path"]
+        print(name, path, sep=":", flush=True)
+        exec(ending)
+        assert ending or os.path.exists(path)
+        assert ending != "del shared" or not os.path.exists(path)
+        sys.exit(0)
+    os.wait()
+"""
+
+
+def test_no_segment_outlives_its_weights() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDINGS],
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+    paths = [line.split(":")[1] for line in done.stdout.splitlines()]
+    assert len(paths) == 5 and done.returncode == 0 and "AssertionError" not in done.stderr
+    assert [path for path in paths if Path(path).exists()] == []
