@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_async.cli.options import options
 from megatron_async.cli.options.server_keys import ADMIN_KEY_VARIABLE, KEY_VARIABLE, keys_of
-from megatron_async.cli.options.values import integer, json_object, number
+from megatron_async.cli.options.values import LOGPROBS_MODES, integer, json_object, number
 from megatron_async.cli.serve_replicas import add_replica_options, check_replica_options
 from megatron_async.processes.watching.heartbeat import HEARTBEAT_SECONDS
 from megatron_async.serving.engine_side.stall_watch import STALL_SECONDS
@@ -100,6 +100,9 @@ def add_command(commands: Any) -> None:
     add("--server-dev-mode", action="store_true", help=said)
     said = """what a trainer's collective runs on, as '{"backend": "nccl"}', or "gloo" on a CPU"""
     add("--weight-transfer-config", type=weight_transfer_backend, metavar="JSON", help=said)
+    said = "log-probabilities of requests that do not say: the model's, or of the distribution "
+    said += "that was sampled from, which trainers need (default: %(default)s)"
+    add("--logprobs-mode", choices=LOGPROBS_MODES, default=LOGPROBS_MODES[0], help=said)
     options.add_model_options(parser)
     options.add_scheduling_options(parser, default="off")
     options.add_engine_options(parser, block_size_tokens=None)
@@ -193,6 +196,7 @@ def _server_config(args: argparse.Namespace) -> ServerConfig:
         development=args.server_dev_mode,
         weight_transfer_backend=args.weight_transfer_config,
         prefix_cache_per_key=args.prefix_cache_per_key,
+        logprobs_mode=args.logprobs_mode,
         sampling_defaults=options.sampling_defaults(args) or {},
     )
 

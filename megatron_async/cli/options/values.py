@@ -72,9 +72,13 @@ def id_and_bias(text: str) -> tuple[str, float]:
     return token, float(bias)
 
 
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+"""megatron-core's words, and vLLM's."""
+
+
 def log_probs_mode(text: str) -> str:
     """Converts megatron-core's word for it to ours."""
-    if text not in ("raw_logprobs", "processed_logprobs"):
+    if text not in LOGPROBS_MODES:
         raise argparse.ArgumentTypeError(f"{text!r} must be raw_logprobs or processed_logprobs")
     return text.removesuffix("_logprobs")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from megatron_async.errors import RequestError
 from megatron_async.grammar.spec import StructuredOutputs
@@ -26,6 +26,9 @@ from megatron_async.serving.bodies.body import (
 from megatron_async.serving.bodies.formats import ResponseFormat, StreamOptions, structure_of_format
 from megatron_async.serving.chat.chat_messages import plain
 from megatron_async.serving.http.errors import ApiError, renamed
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+"""vLLM's names: of the model, or of the distribution that was sampled from."""
 
 LEAST_TEMPERATURE = 1e-5
 """The engine divides by no smaller one."""
@@ -65,6 +68,7 @@ class SamplingFields(OwnFields):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: Annotated[Integer | None, range_of("top_n_logprobs")] = None
+    logprobs_mode: LogprobsMode | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     priority: Annotated[Integer | None, range_of("priority")] = None
@@ -112,8 +116,9 @@ class SamplingFields(OwnFields):
         """The same for the tokens of the prompt."""
         return self.prompt_logprobs
 
-    def with_defaults(self, defaults: Mapping[str, float | int]) -> Self:
-        """This with fields of ``SamplingParams`` in place of those that it leaves out."""
+    def with_defaults(self, defaults: Mapping[str, Any]) -> Self:
+        """This with fields in place of those that it leaves out, by the names that they have here
+        or in ``SamplingParams``."""
         names = {"num_tokens_to_generate": "max_tokens"}
         named = {names.get(name, name): value for name, value in defaults.items()}
         given = {k: v for k, v in named.items() if getattr(self, k) is None}
@@ -180,6 +185,7 @@ class SamplingFields(OwnFields):
             skip_prompt_log_probs=of_prompt is None,
             num_tokens_to_generate=self.num_new_tokens,
             top_n_logprobs=max(asked or 0, of_prompt or 0),
+            log_probs_mode="processed" if self.logprobs_mode == "processed_logprobs" else "raw",
             stop_words=self.stop or None,
             stop_token_ids=self.stop_token_ids,
             seed=self.seed,

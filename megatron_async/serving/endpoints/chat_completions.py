@@ -26,7 +26,7 @@ async def create_chat_completion(
     """The assistant's next message, whole or as a stream."""
     model = front.check_model(body.model)
     tools = front.chat.tool_use(body.tools, body.tool_choice, body.parallel_tool_calls is not False)
-    asked = body.with_defaults(front.config.sampling_defaults)
+    asked = body.with_defaults(front.config.defaults)
     params = with_tools(front.salted(request, asked.params(front.config.max_choices)), tools)
     await front.generator.check_room(params)
     prompt = await front.chat.prompt(

@@ -28,7 +28,7 @@ from megatron_async.serving.http.sse import DONE, EventStream, TextEvents, event
 async def create_completion(front: Frontend, request: Request, body: CompletionRequest) -> Response:
     """Texts that continue one prompt or several, whole or as a stream."""
     model = front.check_model(body.model)
-    asked = body.with_defaults(front.config.sampling_defaults)
+    asked = body.with_defaults(front.config.defaults)
     params = front.salted(request, asked.params(front.config.max_choices))
     jobs = await _jobs(front, body, params)
     log_jobs(request, jobs, model)

@@ -136,10 +136,18 @@ def _add_weight_transfer(app: FastAPI, front: Frontend) -> None:
     async def server_info() -> Response:
         info = await front.generator.info()
         transfer = None if backend is None else {"backend": backend}
-        model = {"dtype": f"torch.{info.dtype}", "max_model_len": info.max_sequence_length}
-        return json_response(
-            {"vllm_config": {"weight_transfer_config": transfer, "model_config": model}}
-        )
+        model = {
+            "dtype": f"torch.{info.dtype}",
+            "max_model_len": info.max_sequence_length,
+            "logprobs_mode": front.config.logprobs_mode,
+        }
+        shown = {
+            "weight_transfer_config": transfer,
+            "model_config": model,
+            "parallel_config": {"data_parallel_size": 1},
+            "lora_config": None,
+        }
+        return json_response({"vllm_config": shown})
 
     @app.get("/get_world_size", response_model=None)
     @needs(Access.CLIENT)

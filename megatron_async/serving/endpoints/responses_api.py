@@ -130,7 +130,7 @@ async def create_response(front: Frontend, request: Request, body: ResponsesRequ
         body.response_format = body.text.format.response_format()
         structure_of_format(body.response_format)
     tools = _tool_use(front, body)
-    asked = body.with_defaults(front.config.sampling_defaults)
+    asked = body.with_defaults(front.config.defaults)
     params = with_tools(front.salted(request, asked.params(1)), tools)
     await front.generator.check_room(params)
     given = InputMessages(body.input, body.instructions)

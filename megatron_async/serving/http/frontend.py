@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from megatron_async.errors import ConfigError
 from megatron_async.sampling_params import SamplingParams
+from megatron_async.serving.bodies.sampling_fields import LogprobsMode
 from megatron_async.serving.chat.chat import Chat
 from megatron_async.serving.endpoints.log_prob_shapes import TokenNames
 from megatron_async.serving.front_end.generation import Generator
@@ -50,6 +51,8 @@ class ServerConfig:
             engine without a key where there are none.
         weight_transfer_backend: what a trainer's collective runs on, gloo or nccl; None for none.
         prefix_cache_per_key: requests share cached prefixes with those of the same key alone.
+        logprobs_mode: log-probabilities of requests that do not say: ``"raw_logprobs"`` or
+            ``"processed_logprobs"``.
         sampling_defaults: fields of ``SamplingParams`` where a request in OpenAI's shape has none.
 
     Raises:
@@ -69,7 +72,13 @@ class ServerConfig:
     development: bool = False
     weight_transfer_backend: str | None = None
     prefix_cache_per_key: bool = False
+    logprobs_mode: LogprobsMode = "raw_logprobs"
     sampling_defaults: dict[str, float | int] = field(default_factory=dict)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """What a request in OpenAI's shape gets where it says nothing."""
+        return {**self.sampling_defaults, "logprobs_mode": self.logprobs_mode}
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
