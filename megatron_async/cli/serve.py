@@ -128,9 +128,9 @@ def run(args: argparse.Namespace) -> int:
     from megatron_async.serving.http.http_server import open_socket, serve, url_of
     from megatron_async.serving.http.http_server import run as run_loop
     from megatron_async.serving.http.logs import log_as_json
-    from megatron_async.serving.http.tracing import make_provider
     from megatron_async.serving.messages import Endpoint, Launch
     from megatron_async.serving.supervisor import Supervisor
+    from megatron_async.serving.tracing.provider import make_provider
 
     depth = options.resolve_scheduling(args.inference_async_scheduling, args.depth, default=False)
     engine_config = options.engine_config(args, depth)

@@ -95,7 +95,7 @@ def serve_replicas(
     from megatron_async.serving.http.http_server import open_socket, serve, url_of
     from megatron_async.serving.http.http_server import run as run_loop
     from megatron_async.serving.http.logs import log_as_json
-    from megatron_async.serving.http.tracing import make_provider
+    from megatron_async.serving.tracing.provider import make_provider
 
     plan = Plan(
         replicas=args.replicas,

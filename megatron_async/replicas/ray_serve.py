@@ -33,8 +33,8 @@ from megatron_async.serving.front_end.build import FrontendSettings, frontend_ov
 from megatron_async.serving.http.app import make_app
 from megatron_async.serving.http.frontend import Frontend
 from megatron_async.serving.http.http_server import connected
-from megatron_async.serving.http.tracing import make_provider
 from megatron_async.serving.messages import Kept
+from megatron_async.serving.tracing.provider import make_provider
 
 logger = logging.getLogger(__name__)
 
@@ -224,9 +224,8 @@ class FrontEndDeployment:
     ) -> None:
         front, client = frontend_of_replicas(settings, plan, RosterHandle(roster))
         provider = make_provider(settings.otlp_traces_endpoint)
-        self._app = make_app(
-            front, lifespan=connected(client, waits=True), tracer_provider=provider
-        )
+        lifespan = connected(client, waits=True, tracer_provider=provider)
+        self._app = make_app(front, lifespan=lifespan, tracer_provider=provider)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._app

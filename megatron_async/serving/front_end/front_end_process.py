@@ -21,8 +21,8 @@ from megatron_async.serving.front_end.engine_client import EngineClient
 from megatron_async.serving.front_end.front_ends import FrontEndLaunch, ToFrontEnd
 from megatron_async.serving.http.http_server import run, serve
 from megatron_async.serving.http.logs import log_as_json
-from megatron_async.serving.http.tracing import make_provider
 from megatron_async.serving.messages import GivenUp
+from megatron_async.serving.tracing.provider import make_provider
 
 
 class EngineOfParent:

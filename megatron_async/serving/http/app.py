@@ -22,7 +22,6 @@ from megatron_async.serving.endpoints.json_body import JsonRoute
 from megatron_async.serving.endpoints.megatron_api import MegatronRequest, megatron_generate
 from megatron_async.serving.endpoints.request_shapes import ChatCompletionRequest, CompletionRequest
 from megatron_async.serving.endpoints.responses_api import ResponsesRequest, create_response
-from megatron_async.serving.http import tracing
 from megatron_async.serving.http.errors import install_error_handlers, json_response
 from megatron_async.serving.http.frontend import Frontend
 from megatron_async.serving.http.keys import Access, Keys
@@ -32,6 +31,7 @@ from megatron_async.serving.http.rights import RightsCheck, check_routes, needs
 from megatron_async.serving.http.sse import EventStream
 from megatron_async.serving.page import page_response
 from megatron_async.serving.page.live_feed import LiveFeed
+from megatron_async.serving.tracing import spans
 from megatron_async.version import __version__
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def make_app(
         responses=shapes.ERRORS,
         lifespan=_checked(front, lifespan),
         strict_content_type=True,  # a page elsewhere can send what is not declared as JSON
-        telemetry=tracing.telemetry(tracer_provider, UNTRACED_PATHS),
+        telemetry=spans.telemetry(tracer_provider, UNTRACED_PATHS),
     )
     app.router.route_class = JsonRoute
     _declare_description(app)

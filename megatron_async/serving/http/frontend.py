@@ -19,10 +19,10 @@ from megatron_async.serving.endpoints.log_prob_shapes import TokenNames
 from megatron_async.serving.front_end.generation import Generator
 from megatron_async.serving.front_end.job import Job, usage_of
 from megatron_async.serving.front_end.protocols import Metrics
-from megatron_async.serving.http import tracing
 from megatron_async.serving.http.errors import ApiError
 from megatron_async.serving.http.keys import check_keys
 from megatron_async.serving.http.pages import check_origins
+from megatron_async.serving.tracing import spans
 
 if TYPE_CHECKING:
     from megatron_async.tokenizer.tokenizer import Tokenizer
@@ -129,7 +129,7 @@ class Frontend:
 
 def log_jobs(request: Request, jobs: Sequence[Job], model: str) -> None:
     """Say in the request's log line and its span what it was, in numbers known at its end."""
-    tracing.describe_request(request.scope["route"].path, model, jobs)
+    spans.describe_request(request.scope["route"].path, model, jobs)
 
     def numbers() -> dict[str, Any]:
         usage = usage_of(jobs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -19,7 +20,7 @@ from megatron_async.serving.http.connections import limited_connection, most_con
 from megatron_async.serving.http.frontend import Frontend
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import TracerProvider
+    from megatron_async.serving.tracing.export import ServerTracerProvider
 T = TypeVar("T")
 
 BACKLOG = 2048
@@ -118,7 +119,7 @@ async def serve(
     listening: socket.socket,
     *,
     on_ready: Callable[[], None] = lambda: None,
-    tracer_provider: TracerProvider | None = None,
+    tracer_provider: ServerTracerProvider | None = None,
     listen: Callable[[Callable[[], None]], None] = stop_signals.listen,
     waits: bool = False,
 ) -> bool:
@@ -130,7 +131,7 @@ async def serve(
 
     Args:
         on_ready: called when the engine serves.
-        tracer_provider: see ``make_app``.
+        tracer_provider: see ``make_app``; it exports its last spans at the end.
         listen: gets what ends the server, to be called in the event loop.
         waits: for the engine, for a moment, before connections are accepted.
 
@@ -144,7 +145,7 @@ async def serve(
         front.generator.draining = True
         loop.call_later(timeout, _spawn(front.generator.abort_all))
 
-    lifespan = connected(connection, waits=waits)
+    lifespan = connected(connection, waits=waits, tracer_provider=tracer_provider)
     app = make_app(front, lifespan=lifespan, tracer_provider=tracer_provider)
     server = HttpServer(_uvicorn_config(app, timeout), drain)
     listen(server.signalled)
@@ -158,9 +159,11 @@ async def serve(
     )
 
 
-def connected(connection: Connection, *, waits: bool) -> Lifespan:
+def connected(
+    connection: Connection, *, waits: bool, tracer_provider: ServerTracerProvider | None = None
+) -> Lifespan:
     """Open and close the way to the engine; ``waits`` for it a moment before connections are
-    accepted."""
+    accepted. Then ``tracer_provider`` exports its last spans."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -173,6 +176,8 @@ def connected(connection: Connection, *, waits: bool) -> Lifespan:
             yield
         finally:
             await connection.aclose()
+            if tracer_provider is not None:
+                await tracer_provider.finish()
 
     return lifespan
 
@@ -196,6 +201,8 @@ def run(work: Awaitable[T]) -> T:
     """Run :func:`serve` in uvloop's event loop where it is installed."""
 
     async def main() -> T:
+        gc.collect()
+        gc.freeze()  # nothing that is there for good is looked at again while streams wait
         return await work
 
     factory = uvicorn.Config("", loop="auto", log_config=None).get_loop_factory()

@@ -16,11 +16,11 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_async.serving.front_end.protocols import Metrics
-from megatron_async.serving.http import tracing
 from megatron_async.serving.http.errors import ApiError, ClientGoneError, error_response
 from megatron_async.serving.http.frontend import MIB
 from megatron_async.serving.http.logs import logger
 from megatron_async.serving.http.rights import find_route
+from megatron_async.serving.tracing import spans
 
 BODY_SECONDS = 60.0
 """For each MiB of a body that is begun: a connection must not live for ever."""
@@ -70,8 +70,8 @@ class RequestLog:
         started = time.perf_counter()
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _PLAIN_ID.fullmatch(given) else uuid.uuid4().hex
-        span = tracing.current_span()
-        ids = {"request_id": request_id, **tracing.ids_of(span)}
+        span = spans.current_span()
+        ids = {"request_id": request_id, **spans.ids_of(span)}
         fields: dict[str, Any] = {
             **ids,
             "method": scope["method"],
@@ -86,7 +86,7 @@ class RequestLog:
         def describe() -> None:
             for numbers in more:
                 fields.update(numbers())
-            tracing.describe_end(span, fields)
+            spans.describe_end(span, fields)
 
         async def send_with_id(message: Message) -> None:
             nonlocal status

@@ -20,10 +20,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_trace_id
 
 from megatron_async.errors import ConfigError, EngineDeadError
-from megatron_async.serving.http import tracing
 from megatron_async.serving.http.app import OPEN_PATHS
 from megatron_async.serving.http.logs import JsonFormatter
 from megatron_async.serving.messages import Generate, Output
+from megatron_async.serving.tracing import provider as providers
 from tests.support.engines import hash_engine
 from tests.support.hash_tokenizer import hash_tokenizer
 from tests.support.patience import PATIENCE_SECONDS
@@ -248,28 +248,29 @@ def test_without_a_provider_nothing_is_traced(caplog: pytest.LogCaptureFixture) 
 @pytest.fixture
 def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """None of the ``OTEL_*`` variables is set."""
-    named = (*tracing.ENDPOINT_VARIABLES, *tracing.PROTOCOL_VARIABLES, tracing.EXPORTER_VARIABLE)
-    for name in (*named, "OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES"):
+    where = (*providers.ENDPOINT_VARIABLES, *providers.PROTOCOL_VARIABLES)
+    others = (providers.EXPORTER_VARIABLE, "OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES")
+    for name in (*where, *others):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
 
 @pytest.mark.parametrize("exporter", ["", "none"])
 def test_nobody_asks_for_traces(exporter: str, variables: pytest.MonkeyPatch) -> None:
-    variables.setenv(tracing.EXPORTER_VARIABLE, exporter)
-    assert tracing.make_provider() is None
+    variables.setenv(providers.EXPORTER_VARIABLE, exporter)
+    assert providers.make_provider() is None
     variables.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
-    assert exporter == "" or tracing.make_provider() is None
+    assert exporter == "" or providers.make_provider() is None
 
 
 @pytest.mark.parametrize("name", [None, "mine"])
 def test_the_variables_choose_exporter_and_name(
     name: str | None, variables: pytest.MonkeyPatch
 ) -> None:
-    variables.setenv(tracing.EXPORTER_VARIABLE, "console")
+    variables.setenv(providers.EXPORTER_VARIABLE, "console")
     if name is not None:
         variables.setenv("OTEL_SERVICE_NAME", name)
-    provider = tracing.make_provider()
+    provider = providers.make_provider()
     assert provider is not None
     provider.shutdown()
     assert provider.resource.attributes["service.name"] == name or "megatron-async"
@@ -295,12 +296,12 @@ def test_the_endpoint_goes_to_the_protocols_exporter(
 
             return make
 
-    variables.setattr(tracing, "entry_points", lambda group, name: [EntryPoint(name)])
+    variables.setattr(providers, "entry_points", lambda group, name: [EntryPoint(name)])
     if protocol is not None:
         variables.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
     variables.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     for endpoint in ("http://there/v1/traces", None):
-        provider = tracing.make_provider(endpoint)
+        provider = providers.make_provider(endpoint)
         assert provider is not None
         provider.shutdown()
     assert made == [(exporter, {"endpoint": "http://there/v1/traces"}), (exporter, {})]
@@ -309,9 +310,9 @@ def test_the_endpoint_goes_to_the_protocols_exporter(
 def test_a_missing_package_is_an_error_for_the_option_alone(
     variables: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    variables.setattr(tracing, "entry_points", lambda group, name: ())
+    variables.setattr(providers, "entry_points", lambda group, name: ())
     with pytest.raises(ConfigError, match="extra 'tracing'"):
-        tracing.make_provider("http://there")
+        providers.make_provider("http://there")
     variables.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://there")
-    assert tracing.make_provider() is None
+    assert providers.make_provider() is None
     assert "extra 'tracing'" in caplog.text

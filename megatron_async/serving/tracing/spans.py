@@ -1,26 +1,18 @@
-"""Traces by OpenTelemetry.
+"""The span of a request.
 
-FastAPI makes a span of each request: its parent from ``traceparent``, HTTP's attributes, its end
-with the last byte. This module makes the provider, and adds what a model server knows: attributes
-of the semantic conventions for generative AI, and vLLM's for latencies. No texts.
+FastAPI makes it: its parent from ``traceparent``, HTTP's attributes, its end with the last byte.
+This module adds what a model server knows: attributes of the semantic conventions for generative
+AI, and vLLM's for latencies. No texts.
 """
 
 from __future__ import annotations
 
-import importlib
-import logging
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
-
-from megatron_async.errors import ConfigError
-from megatron_async.version import __version__
 
 if TYPE_CHECKING:
     from fastapi.telemetry import TelemetryConfig
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span
 
     from megatron_async.serving.front_end.job import Job
@@ -29,12 +21,6 @@ try:
     from opentelemetry import trace
 except ImportError:  # FastAPI before 0.150 does not bring it
     trace = None  # type: ignore[assignment]
-
-logger = logging.getLogger(__name__)
-
-ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-EXPORTER_VARIABLE = "OTEL_TRACES_EXPORTER"
 
 PROVIDER_NAME = "megatron_async"
 OPERATIONS = {
@@ -56,33 +42,6 @@ ATTRIBUTES = {
 """What fields of a request's log line are called in its span."""
 
 
-# --- setting up -----------------------------------------------------------------------------------
-
-
-def make_provider(endpoint: str | None = None) -> TracerProvider | None:
-    """What makes spans and exports them as the ``OTEL_*`` variables say; None where neither they
-    nor ``endpoint`` ask for traces.
-
-    Args:
-        endpoint: the URL of an OTLP collector, instead of the variables'.
-
-    Raises:
-        ConfigError: ``endpoint`` is given and a package is missing. Without it this is a warning.
-    """
-    names = _exporter_names(endpoint)
-    if not names:
-        return None
-    try:
-        exporters = [_exporter(name, endpoint) for name in names]
-        return _provider(exporters)
-    except ImportError as error:
-        said = f"traces need the packages of the extra 'tracing': {error}"
-        if endpoint is not None:
-            raise ConfigError(f"otlp_traces_endpoint: {said}") from None
-        logger.warning("%s; there are no traces", said)
-        return None
-
-
 def telemetry(provider: TracerProvider | None, untraced_paths: Collection[str]) -> TelemetryConfig:
     """The argument ``telemetry`` of ``FastAPI``: one span for a request.
 
@@ -97,40 +56,6 @@ def telemetry(provider: TracerProvider | None, untraced_paths: Collection[str]) 
         "auto_configure": False,
         "exclude": lambda scope: scope["path"] in untraced_paths,
     }
-
-
-def _exporter_names(endpoint: str | None) -> list[str]:
-    """Entry points of the exporters."""
-    default = "otlp" if any(map(os.environ.get, ENDPOINT_VARIABLES)) else "none"
-    chosen = "otlp" if endpoint is not None else os.environ.get(EXPORTER_VARIABLE) or default
-    names = [name.strip() for name in chosen.split(",")]
-    protocol = next(filter(None, map(os.environ.get, PROTOCOL_VARIABLES)), "http/protobuf")
-    otlp = "otlp_proto_grpc" if protocol == "grpc" else "otlp_proto_http"
-    return [otlp if name == "otlp" else name for name in names if name not in ("", "none")]
-
-
-def _exporter(name: str, endpoint: str | None) -> SpanExporter:
-    found = tuple(entry_points(group="opentelemetry_traces_exporter", name=name))
-    if not found:
-        raise ImportError(f"no exporter {name!r} is installed")
-    made: SpanExporter = found[0].load()(**({} if endpoint is None else {"endpoint": endpoint}))
-    return made
-
-
-def _provider(exporters: Sequence[SpanExporter]) -> TracerProvider:
-    sdk = importlib.import_module("opentelemetry.sdk.trace")
-    export = importlib.import_module("opentelemetry.sdk.trace.export")
-    resource = importlib.import_module("opentelemetry.sdk.resources").Resource
-    of_server = resource.create({"service.version": __version__})
-    if str(of_server.attributes["service.name"]).startswith("unknown_service"):
-        of_server = of_server.merge(resource({"service.name": "megatron-async"}))
-    provider: TracerProvider = sdk.TracerProvider(resource=of_server)
-    for exporter in exporters:
-        provider.add_span_processor(export.BatchSpanProcessor(exporter))
-    return provider
-
-
-# --- the span of a request ------------------------------------------------------------------------
 
 
 def current_span() -> Span | None:
