@@ -8,12 +8,12 @@ import logging
 import resource
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from megatron_async.serving.http.errors import error_body, json_response
+from megatron_async.serving.http.lingering import Bounds, LingeringTransport, Timer
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,8 @@ UNREAD_SECONDS = 300.0
 """For which a client may read nothing of an answer that waits for it."""
 RESERVED_FILES = 64
 """That connections leave to others: an engine process that is started again, logs, profiles."""
+MOST_REFUSED = 16
+"""Refused connections, of those files, that may still send what nobody wants."""
 LOG_SECONDS = 60.0
 """Between two log lines on connections that are refused."""
 
@@ -54,13 +56,18 @@ def limited_connection(
     *,
     header_seconds: float = HEADER_SECONDS,
     unread_seconds: float = UNREAD_SECONDS,
+    lingering: Bounds = Bounds(),  # noqa: B008 - frozen
 ) -> type[asyncio.Protocol]:
     """uvicorn's protocol with bounds that it has not.
 
     A connection beyond ``most`` is answered 503 and closed, so that others keep working. One whose
     headers do not arrive, or which does not read, is closed too. Too long a request line, headers
     or trailers are answered 431, and what is no HTTP 400. Requests that are sent ahead wait
-    unparsed until those before them are answered.
+    unparsed until those before them are answered. A client that still sends when its last answer
+    is written can read it.
+
+    Args:
+        lingering: of what comes behind a last answer.
     """
     busy = _answer(
         503,
@@ -78,6 +85,8 @@ def limited_connection(
     )
     uvicorns: Any = HttpToolsProtocol
     logged = float("-inf")
+    refused: set[asyncio.Protocol] = set()
+    most_refused = min(MOST_REFUSED, max(1, most // 8))
 
     class LimitedConnection(uvicorns):  # type: ignore[misc]
         """One connection, see above."""
@@ -88,25 +97,29 @@ def limited_connection(
             self._reading_due = Timer(self.loop, unread_seconds, self._abort)
             self._head = _Head()
             self._unparsed = bytearray()
-            self._is_refused = False
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             """Give a connection its place, if there is one."""
+            self.transport = LingeringTransport(transport, self.loop, self._is_read, lingering)
             if len(self.connections) < most:
-                super().connection_made(transport)
+                super().connection_made(self.transport)
                 self._headers_due.start()
                 return
             nonlocal logged
             if time.monotonic() > logged + LOG_SECONDS:
                 logged = time.monotonic()
                 logger.error("all %d connections are in use; further ones are refused", most)
-            self.transport = transport
-            transport.write(busy)
-            transport.close()
+            self._head.is_whole = len(refused) >= most_refused
+            refused.add(self)
+            self.transport.write(busy)
+            self.transport.close()
 
         def data_received(self, data: bytes) -> None:
             """Part of a request."""
-            if self.flow is None or self._is_refused:  # it got no place
+            if self.transport.is_lingering:
+                self.transport.drop(len(data))
+                return
+            if self.flow is None:  # it got no place
                 return
             self._unparsed += data
             if len(self._unparsed) > max(UNPARSED_BYTES, len(data)):
@@ -136,12 +149,12 @@ def limited_connection(
 
         def _refuse(self, answer: bytes) -> None:
             """The last answer. Nothing is written into one that is on its way."""
-            self._is_refused = True
             self._unparsed.clear()
             cycle = self.cycle
             if cycle is not None and cycle.response_started and not cycle.response_complete:
                 self._abort()
                 return
+            self._head.is_whole = False  # nobody knows how much is to come
             self.transport.write(answer)
             self.transport.close()
 
@@ -170,6 +183,7 @@ def limited_connection(
 
         def on_message_complete(self) -> None:
             """A request is whole."""
+            self._head.is_whole = True
             if self._head.fields <= HEAD_FIELDS:
                 super().on_message_complete()
 
@@ -178,6 +192,15 @@ def limited_connection(
             super().on_response_complete()
             if self._unparsed and self.flow is not None:
                 self.loop.call_soon(self._parse)
+
+        def shutdown(self) -> None:
+            """See uvicorn's: nobody is waited for who has been answered."""
+            super().shutdown()
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.end()
+
+        def _is_read(self) -> bool:
+            return self._head.is_whole and not self._unparsed
 
         def pause_writing(self) -> None:
             """More of an answer waits than the client has read."""
@@ -193,7 +216,9 @@ def limited_connection(
             """Give the connection's place back."""
             self._headers_due.stop()
             self._reading_due.stop()
+            refused.discard(self)
             super().connection_lost(exc)
+            self.transport.end()
 
         def _abort(self) -> None:
             self._unparsed.clear()
@@ -203,10 +228,12 @@ def limited_connection(
 
 
 class _Head:
-    """What one request has beside its body: its line, headers, trailers, and a body's framing."""
+    """What one request has beside its body: its line, headers, trailers, and a body's framing.
+    ``is_whole``: nothing of it is to come."""
 
     def __init__(self) -> None:
         self.begin()
+        self.is_whole = True
 
     def begin(self) -> None:
         """A request begins."""
@@ -214,35 +241,13 @@ class _Head:
         self.raw = 0
         self.body = 0
         self.is_open = True
+        self.is_whole = False
 
     def parsed(self, size: int) -> bool:
         """``size`` further bytes have been parsed; true if they are too many."""
         self.raw += size
         most = HEAD_BYTES if self.is_open else HEAD_BYTES + (1 + FRAMING) * self.body
         return self.fields > HEAD_FIELDS or self.raw > most + PART_BYTES
-
-
-class Timer:
-    """Calls ``action`` some seconds after its start, unless it is stopped."""
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, seconds: float, action: Callable[[], None]
-    ) -> None:
-        self._loop = loop
-        self._seconds = seconds
-        self._action = action
-        self._handle: asyncio.TimerHandle | None = None
-
-    def start(self) -> None:
-        """Nothing happens when it runs."""
-        if self._handle is None:
-            self._handle = self._loop.call_later(self._seconds, self._action)
-
-    def stop(self) -> None:
-        """Nothing happens when it does not run."""
-        if self._handle is not None:
-            self._handle.cancel()
-            self._handle = None
 
 
 def _answer(status: int, said: str, code: str) -> bytes:

@@ -58,7 +58,7 @@ class Client:
 
 
 @contextlib.asynccontextmanager
-async def running(app: ASGIApp = says_ok, most: int = 100, **limits: float) -> AsyncIterator[int]:
+async def running(app: ASGIApp = says_ok, most: int = 100, **limits: Any) -> AsyncIterator[int]:
     """uvicorn with limited connections; its port."""
     listening = open_socket("127.0.0.1", 0)
     listening.listen()  # who comes before uvicorn waits

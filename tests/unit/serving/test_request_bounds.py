@@ -28,6 +28,7 @@ from megatron_async.serving.endpoints.responses_api import ResponsesRequest
 from megatron_async.serving.front_end.limited_worker import LimitedWorkers, TooMuchError
 from megatron_async.serving.http import connections, middleware
 from megatron_async.serving.http.errors import ApiError, install_error_handlers
+from megatron_async.serving.http.lingering import Bounds
 from megatron_async.serving.http.middleware import BodyLimit
 from tests.support import limited_work
 from tests.unit.serving.test_connections import REQUEST, connected, run, running, says_ok
@@ -61,7 +62,11 @@ def test_a_head_without_end_ends_its_connection(name: str) -> None:
     first, more = FLOODS[name]
 
     async def test() -> None:
-        async with running(waits_for_its_body) as port, connected(port) as flood:
+        at_once = Bounds(most_bytes=0)
+        async with (
+            running(waits_for_its_body, lingering=at_once) as port,
+            connected(port) as flood,
+        ):
             flood.writer.write(first)
             sent = 0
             try:
