@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from megatron_async.processes import standard_error
 from megatron_async.serving.messages import Snapshot
 
 PREFIX = "megatron_async"
@@ -150,6 +151,13 @@ class ServerMetrics:
         self._refused = self._counter(
             "requests_refused", "Requests that were not served, by HTTP status", "status"
         )
+        self._lost_lines = Counter(
+            f"{PREFIX}_log_lines_lost",
+            "Lines of the front ends' logs that nobody read in time",
+            ["model_name"],
+            registry=self.registry,
+        ).labels(**self._label)
+        self._known_lost = 0
         self._open = Gauge(
             f"{PREFIX}_http_requests_open",
             "Requests of clients in progress",
@@ -160,6 +168,7 @@ class ServerMetrics:
 
     def text(self) -> bytes:
         """Everything, in Prometheus' text format."""
+        self._count_lost_lines()
         return generate_latest(self._shown)
 
     def opened(self) -> None:
@@ -169,6 +178,7 @@ class ServerMetrics:
     def closed(self) -> None:
         """Note that it is over, in whatever way."""
         self._open.dec()
+        self._count_lost_lines()  # another front end may be asked
 
     def refused(self, status: int) -> None:
         """A client's request got an error."""
@@ -195,6 +205,12 @@ class ServerMetrics:
             self._queue.observe(usage["queue_time"])
             self._prompt.observe(usage["prompt_tokens"])
             self._generated.observe(usage["generated_tokens"])
+
+    def _count_lost_lines(self) -> None:
+        lost = standard_error.lost_lines()
+        if lost > self._known_lost:
+            self._lost_lines.inc(lost - self._known_lost)
+            self._known_lost = lost
 
     def _histogram(self, name: str, said: str, buckets: tuple[float, ...]) -> Histogram:
         full = f"{PREFIX}_{name}"
@@ -256,6 +272,8 @@ class EngineCollector:
             yield self._gauge(shown, said, gauges.get(name, 0))
         said = "Times that the engine took no step though requests waited for one"
         yield self._counter("engine_stalls", said, gauges.get("engine_stalls", 0))
+        said = "Lines of the engine process's log that nobody read in time"
+        yield self._counter("engine_log_lines_lost", said, gauges.get("log_lines_lost", 0))
         total = gauges.get("blocks_total", 0)
         used = 1 - gauges.get("blocks_free", 0) / total if total else 0.0
         yield self._gauge("kv_cache_usage_perc", "Share of KV-cache blocks in use", used)

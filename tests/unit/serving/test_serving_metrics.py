@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_async.engine.metrics import EngineCounters
+from megatron_async.processes import standard_error
 from megatron_async.serving.front_end.metrics import (
     BY_POSITION,
     COUNTERS,
@@ -54,6 +56,22 @@ def test_the_engines_counters_and_gauges_are_those_of_the_last_snapshot() -> Non
 def test_every_counter_that_is_shown_exists() -> None:
     fields = {field.name for field in dataclasses.fields(EngineCounters)}
     assert fields >= set(COUNTERS) | set(SECONDS) | set(BY_POSITION)
+
+
+def test_lost_lines_of_the_log_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = [0]
+    monkeypatch.setattr(standard_error, "lost_lines", lambda: lost[0])
+    snapshot = Snapshot(0.0, {}, {"log_lines_lost": 3})
+    metrics = ServerMetrics("tiny", EngineCollector("tiny", lambda: snapshot))
+    assert values_of(metrics)["log_lines_lost_total", ""] == 0
+    lost[0] = 5
+    values = values_of(metrics)
+    assert values["log_lines_lost_total", ""] == 5
+    assert values["engine_log_lines_lost_total", ""] == 3
+    lost[0] = 7
+    metrics.closed()  # what another front end shows of this one
+    sample = metrics.registry.get_sample_value
+    assert sample("megatron_async_log_lines_lost_total", {"model_name": "tiny"}) == 7
 
 
 def test_a_front_ends_own_timings_are_histograms() -> None:
