@@ -140,6 +140,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     Args:
         not_ready: why no request is served although the engine runs; None when they are.
         kept: what it was told, and another one must know to be the same.
+        fingerprint: ``system_fingerprint`` of answers.
     """
 
     model_name: str
@@ -155,6 +156,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     """That may run or wait at the same time; None for any number."""
     not_ready: str | None = None
     kept: Kept = Kept()
+    fingerprint: str | None = None
 
 
 class Launch(msgspec.Struct, frozen=True, tag=True):

@@ -23,6 +23,9 @@ NEVER_STEPS = 9999
 """A profile of so many steps is never done."""
 
 
+FINGERPRINT = "megatron-async-1-0123abcd"
+
+
 class FakeEngineClient:
     """Serves requests from ``engine``.
 
@@ -74,6 +77,7 @@ class FakeEngineClient:
             block_count=engine.cache.sizes.block_count,
             version=__version__,
             max_sequences=self.max_sequences,
+            fingerprint=FINGERPRINT,
         )
 
     async def generate(self, request: Generate) -> AsyncGenerator[Output, None]:

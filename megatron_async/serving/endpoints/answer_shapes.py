@@ -61,7 +61,7 @@ class CompletionLogProbsShape(Shape):
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -89,6 +89,7 @@ class CompletionAnswer(Shape):
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: str | None
     choices: list[CompletionChoice]
     usage: UsageShape
 
@@ -154,6 +155,7 @@ class ChatAnswer(Shape):
     object: Literal["chat.completion"]
     created: int
     model: str
+    system_fingerprint: str | None
     choices: list[ChatChoice]
     usage: UsageShape
     prompt_logprobs: PromptLogProbs

@@ -62,8 +62,8 @@ class CompletionLogProbs:
     """``logprobs`` of one text of ``/v1/completions``, in parts as they come.
 
     Args:
-        top: most likely tokens to show at each position; the token itself is shown too. With 0
-            nothing is, unless tokens are called by their ids, which is vLLM's: then itself alone.
+        top: most likely tokens to show at each position; the token itself is shown too, and with 0
+            alone, as vLLM does it.
         prompt: what the text continues, unless it is a part of it.
         skip_special_tokens: they are no part of the text, in which offsets count.
     """
@@ -112,7 +112,7 @@ class CompletionLogProbs:
         return {
             "tokens": [name(token) for token in ids],
             "token_logprobs": [None if known is None else _finite(known[0]) for known in log_probs],
-            "top_logprobs": tops if self._top or self._as_ids else None,
+            "top_logprobs": tops,
             "text_offset": offsets,
         }
 

@@ -25,6 +25,7 @@ from megatron_async.processes.messages import Started
 from megatron_async.processes.parent import EXIT_FAILED, Parent
 from megatron_async.serving.engine_side.asleep import Awake, SleepingEngine
 from megatron_async.serving.engine_side.controls import Controls
+from megatron_async.serving.engine_side.fingerprint import fingerprint_of
 from megatron_async.serving.engine_side.grammar_work import GrammarWork
 from megatron_async.serving.engine_side.live_requests import ConnectedFrontEnd, LiveRequests
 from megatron_async.serving.engine_side.sockets import Sockets
@@ -251,6 +252,7 @@ class EngineProcess:
             max_sequences=self._max_sequences,
             not_ready=self._controls.lost,
             kept=self._controls.kept,
+            fingerprint=fingerprint_of(self._launch, self._controls.kept),
         )
 
     def _snapshot(self) -> Snapshot:
@@ -269,6 +271,7 @@ class EngineProcess:
             "front_ends": len(self._front_ends),
             "engine_stalled": int(self._stalls.stalled is not None),
             "engine_stalls": self._stalls.count,
+            "log_lines_lost": standard_error.lost_lines(),
         }
         states, snapshots = self._engine.cache.states, scheduler.table.prefixes.snapshots
         if states is not None and snapshots is not None:

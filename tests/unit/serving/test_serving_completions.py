@@ -10,6 +10,7 @@ import tokenizers
 from tokenizers import processors
 
 from megatron_async.tokenizer.tokenizer import Tokenizer
+from tests.support.fake_engine_client import FINGERPRINT
 from tests.support.http_api import (
     ENDPOINTS,
     TOKENIZER,
@@ -161,9 +162,36 @@ def test_tokens_that_are_no_text_have_names_of_their_own(client: httpx.Client) -
     body = {"prompt": [first, second], "echo": True, "logprobs": 0, "max_tokens": 0}
     shown = completion(client, **body)["choices"][0]["logprobs"]
     assert shown["tokens"] == ["bytes:\\xc3", "bytes:\\xa9"]
-    assert shown["top_logprobs"] is None
+    assert [top and list(top) for top in shown["top_logprobs"]] == [None, ["bytes:\\xa9"]]
     ids = completion(client, **body, return_tokens_as_token_ids=True)["choices"][0]["logprobs"]
     assert ids["tokens"] == [f"token_id:{first}", f"token_id:{second}"]
+
+
+def test_log_probs_of_no_likely_tokens_are_those_of_the_tokens_alone(client: httpx.Client) -> None:
+    whole = completion(client, logprobs=0, max_tokens=5, ignore_eos=True)["choices"][0]
+    shown = whole["logprobs"]
+    pairs = zip(shown["tokens"], shown["token_logprobs"], strict=True)
+    assert shown["top_logprobs"] == [{token: of} for token, of in pairs]
+    body = {"prompt": "abc", "seed": 3, "logprobs": 0, "max_tokens": 5, "ignore_eos": True}
+    chunks = events_of(client, "/v1/completions", **body)
+    tops = [top for chunk in chunks for top in chunk["choices"][0]["logprobs"]["top_logprobs"]]
+    assert tops == shown["top_logprobs"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "abc"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "abc"}]}),
+    ],
+)
+def test_answers_have_the_fingerprint_of_the_server(
+    path: str, body: dict[str, Any], client: httpx.Client
+) -> None:
+    whole = post(client, path, max_tokens=3, **body)
+    assert whole["system_fingerprint"] == FINGERPRINT
+    chunks = events_of(client, path, max_tokens=3, stream_options={"include_usage": True}, **body)
+    assert {chunk["system_fingerprint"] for chunk in chunks} == {FINGERPRINT}
 
 
 def test_prompt_log_probs_of_vllm(client: httpx.Client) -> None:
