@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from typing import Any
 
 from megatron_async.errors import RequestError, shown
@@ -118,6 +118,8 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
         return ()
     if not isinstance(value, _LISTS):
         raise RequestError(f"{name}={shown(value)} must be a list of token ids, or ()")
+    if value and set(map(type, value)) == {int} and 0 <= min(value) <= max(value) <= MAX_TOKEN_ID:
+        return tuple(dict.fromkeys(value))  # there may be a million
     return tuple(dict.fromkeys(_token_id(name, token) for token in value))
 
 
@@ -231,6 +233,8 @@ def logit_bias(limit: float, most: int) -> Check:
             return None
         if not isinstance(value, Mapping):
             raise RequestError(f"{name}={shown(value)} must have a number for each token id")
+        if len(value) > most:
+            raise RequestError(f"{name} has {len(value)} tokens; the most is {most}")
         biases: dict[int, float] = {}
         for key, bias in value.items():
             token = _token_id(name, token_of_key(key))
@@ -240,8 +244,6 @@ def logit_bias(limit: float, most: int) -> Check:
             if token in biases:
                 raise RequestError(f"{name} has token {token} twice; give it once")
             biases[token] = float(min(limit, max(-limit, bias)))
-        if len(biases) > most:
-            raise RequestError(f"{name} has {len(biases)} tokens; the most is {most}")
         return biases or None
 
     return check
@@ -282,8 +284,9 @@ def frozen(value: Any) -> Any:
     return tuple(map(frozen, value)) if isinstance(value, list) else value
 
 
-def check_vocabulary(name: str, ids: Iterable[int], size: int) -> None:
+def check_vocabulary(name: str, ids: Collection[int], size: int) -> None:
     """Raises RequestError for an id that a vocabulary of ``size`` tokens does not have."""
-    for token in ids:
-        if not 0 <= token < size:
-            raise RequestError(f"{name} has token id {token}; the model's ids are 0 .. {size - 1}")
+    if not ids or (min(ids) >= 0 and max(ids) < size):
+        return
+    wrong = next(token for token in ids if not 0 <= token < size)
+    raise RequestError(f"{name} has token id {wrong}; the model's ids are 0 .. {size - 1}")

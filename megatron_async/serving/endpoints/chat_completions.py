@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -12,6 +13,7 @@ from starlette.responses import Response
 
 from megatron_async.serving.chat.chat import Message, MessageParser, ToolUse, with_tools
 from megatron_async.serving.chat.prompt import Prompt
+from megatron_async.serving.endpoints.json_body import apart
 from megatron_async.serving.endpoints.log_prob_shapes import chat_log_probs, prompt_log_probs
 from megatron_async.serving.endpoints.request_shapes import ChatCompletionRequest
 from megatron_async.serving.front_end.job import Choice, Job, Piece, usage_of
@@ -27,7 +29,8 @@ async def create_chat_completion(
     model = front.check_model(body.model)
     tools = front.chat.tool_use(body.tools, body.tool_choice, body.parallel_tool_calls is not False)
     asked = body.with_defaults(front.config.defaults)
-    params = with_tools(front.salted(request, asked.params(front.config.max_choices)), tools)
+    checked = partial(asked.params, front.config.max_choices)
+    params = with_tools(front.salted(request, await apart(request, checked)), tools)
     await front.generator.check_room(params)
     prompt = await front.chat.prompt(
         body.messages,
@@ -53,6 +56,7 @@ async def create_chat_completion(
         "object": "chat.completion.chunk" if body.stream else "chat.completion",
         "created": int(time.time()),
         "model": model,
+        "system_fingerprint": (await front.generator.info()).fingerprint,
     }
     answer = _ChatCompletion(front, body, tools, job, head, prompt)
     if body.stream:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -12,6 +13,7 @@ from starlette.responses import Response
 
 from megatron_async.request.parameter_checks import check_vocabulary
 from megatron_async.sampling_params import SamplingParams
+from megatron_async.serving.endpoints.json_body import apart
 from megatron_async.serving.endpoints.log_prob_shapes import (
     CompletionLogProbs,
     joined,
@@ -29,7 +31,8 @@ async def create_completion(front: Frontend, request: Request, body: CompletionR
     """Texts that continue one prompt or several, whole or as a stream."""
     model = front.check_model(body.model)
     asked = body.with_defaults(front.config.defaults)
-    params = front.salted(request, asked.params(front.config.max_choices))
+    checked = partial(asked.params, front.config.max_choices)
+    params = front.salted(request, await apart(request, checked))
     jobs = await _jobs(front, body, params)
     log_jobs(request, jobs, model)
     head = {
@@ -37,6 +40,7 @@ async def create_completion(front: Frontend, request: Request, body: CompletionR
         "object": "text_completion",
         "created": int(time.time()),
         "model": model,
+        "system_fingerprint": (await front.generator.info()).fingerprint,
     }
     answer = _Completion(front, body, jobs, head)
     if body.stream:
@@ -67,9 +71,9 @@ async def _jobs(front: Frontend, body: CompletionRequest, params: SamplingParams
             ids = await front.generator.tokenize(prompt, add_special_tokens=adds)
         else:
             ids = prompt
-            check_vocabulary("prompt", ids, info.vocab_size)
-            if body.echo and len(ids) < info.max_sequence_length:
-                text = await front.generator.texts.detokenize(ids)
+            if len(ids) < info.max_sequence_length:  # else it is refused unread
+                check_vocabulary("prompt", ids, info.vocab_size)
+                text = await front.generator.texts.detokenize(ids) if body.echo else None
         job = await front.generator.job(
             ids,
             params,

@@ -135,11 +135,15 @@ async def tokenize(front: Frontend, body: TokenizeRequest) -> dict[str, Any]:
 async def detokenize(front: Frontend, body: DetokenizeRequest) -> dict[str, Any]:
     """The text of token ids."""
     front.check_model(body.model)
-    try:
+
+    def text() -> str:
         check_vocabulary("tokens", body.tokens, front.tokenizer.vocab_size)
+        return front.tokenizer.detokenize(body.tokens)
+
+    try:
+        return {"prompt": await front.generator.texts.run(len(body.tokens), text)}
     except RequestError as error:
         raise ApiError(400, str(error), param="tokens") from None
-    return {"prompt": await front.generator.texts.detokenize(body.tokens)}
 
 
 async def weights(front: Frontend, body: WeightsRequest) -> dict[str, Any]:

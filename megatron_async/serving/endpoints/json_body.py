@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Coroutine
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from fastapi import HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 
 from megatron_async.checkpoint.reading.json_file import json_fault
 from megatron_async.codec import parse_json
-from megatron_async.serving.http.errors import ApiError
+from megatron_async.serving.http.errors import ApiError, validation_error
 
 MOST_ITEMS = 1 << 20
 """Values of a body: items of lists, fields of objects, and what holds them."""
@@ -27,9 +30,12 @@ MOST_DEPTH = 64
 """Lists and objects within each other."""
 MOST_LENIENT = 1 << 20
 """Bytes of a body that Python's slower parser may look at, too."""
-LARGE = 1 << 18
-"""Bytes of a body that is counted in a thread: NumPy lets the event loop go on."""
+LARGE = 1 << 16
+"""Bytes of a body that is read in a thread, so that the event loop goes on between its steps."""
+_THREAD = ThreadPoolExecutor(1, "large bodies")
+"""One for all: each that computes takes its share from the event loop."""
 
+Result = TypeVar("Result")
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
@@ -83,10 +89,47 @@ def parse(body: bytes) -> Any:
     raise ApiError(400, f"the body is not valid JSON: {said}", code="invalid_json")
 
 
+class BodyField(Protocol):
+    """What is needed of FastAPI's field of a body."""
+
+    def validate(
+        self, value: Any, values: dict[str, Any] = ..., *, loc: tuple[int | str, ...] = ...
+    ) -> tuple[Any, list[Any]]:
+        """The value as the field declares it, or what is wrong with it."""
+
+
+def read(body: bytes, field: BodyField) -> Any:
+    """The value of a body of JSON as a field declares it, which FastAPI takes as it is then.
+
+    Raises:
+        ApiError: it is too large, no JSON, or another value.
+    """
+    check_size(body)
+    value, errors = field.validate(parse(body), {}, loc=("body",))
+    if errors:
+        raise validation_error(RequestValidationError(errors))
+    return value
+
+
+async def apart(request: Request, work: Callable[[], Result]) -> Result:
+    """What ``work`` on a request's body gives: if that is large, in the thread of such bodies."""
+    if request.state.body_bytes < LARGE:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_THREAD, work)
+
+
 class JsonRequest(Request):
-    """A request whose JSON is parsed by :func:`parse`, and whose bytes are not kept then."""
+    """A request whose JSON is parsed by :func:`parse`, and whose bytes are not kept then.
+
+    Args:
+        field: of the body, if the route has one.
+    """
 
     _bytes: bytes | None = None
+
+    def __init__(self, request: Request, field: BodyField | None) -> None:
+        super().__init__(request.scope, request.receive)
+        self._field = field
 
     async def body(self) -> bytes:
         """The whole body; empty once it has been parsed."""
@@ -98,15 +141,15 @@ class JsonRequest(Request):
         """The value of the body.
 
         Raises:
-            HTTPException: caused by what :func:`check_size` or :func:`parse` raises.
+            HTTPException: caused by what :func:`read` raises.
         """
         body = await self.body()
         self._bytes = b""
+        self.state.body_bytes = len(body)
         try:
-            if len(body) < LARGE:
-                check_size(body)
-            else:
-                await asyncio.to_thread(check_size, body)
+            if self._field is not None and len(body) >= LARGE:
+                return await apart(self, partial(read, body, self._field))
+            check_size(body)
             return parse(body)
         except ApiError as error:  # FastAPI lets no other error through
             raise HTTPException(error.status, str(error)) from error
@@ -118,8 +161,9 @@ class JsonRoute(APIRoute):
     def get_route_handler(self) -> Handler:
         """See FastAPI's."""
         handle = super().get_route_handler()
+        field = self.body_field
 
         async def handle_json(request: Request) -> Response:
-            return await handle(JsonRequest(request.scope, request.receive))
+            return await handle(JsonRequest(request, field))
 
         return handle_json

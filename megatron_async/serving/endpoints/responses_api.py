@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -27,6 +28,7 @@ from megatron_async.serving.bodies.sampling_fields import SamplingFields
 from megatron_async.serving.chat.chat import ToolUse, with_tools
 from megatron_async.serving.chat.chat_messages import plain
 from megatron_async.serving.chat.prompt import Prompt
+from megatron_async.serving.endpoints.json_body import apart
 from megatron_async.serving.endpoints.log_prob_shapes import chat_log_probs
 from megatron_async.serving.endpoints.responses_input import InputMessages
 from megatron_async.serving.endpoints.responses_output import Event, OutputItems
@@ -131,7 +133,8 @@ async def create_response(front: Frontend, request: Request, body: ResponsesRequ
         structure_of_format(body.response_format)
     tools = _tool_use(front, body)
     asked = body.with_defaults(front.config.defaults)
-    params = with_tools(front.salted(request, asked.params(1)), tools)
+    checked = partial(asked.params, 1)
+    params = with_tools(front.salted(request, await apart(request, checked)), tools)
     await front.generator.check_room(params)
     given = InputMessages(body.input, body.instructions)
     try:

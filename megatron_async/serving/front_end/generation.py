@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from megatron_async.codec import encode
 from megatron_async.errors import EngineDeadError, ReplicaDiedError, RequestError
 from megatron_async.sampling_params import LIMITING, CheckedParams, SamplingParams
 from megatron_async.serving.front_end.choice_text import ChoiceText
@@ -24,6 +25,8 @@ from megatron_async.serving.messages import Control, EngineInfo, Generate, Outpu
 if TYPE_CHECKING:
     from megatron_async.tokenizer.tokenizer import Tokenizer  # which imports torch
 
+MOST_COPIED = 1 << 26
+"""Bytes of parameters that the prompts of a request bring to the engine, each its own."""
 CUT_SHORT = frozenset({"timeout", "abort"})
 """Ends for which OpenAI's API has no word."""
 
@@ -93,11 +96,17 @@ class Generator:
     async def check_room(
         self, params: SamplingParams, *, prompts: int = 1, field: str = "prompt"
     ) -> None:
-        """Raises ApiError for more sequences than the server ever takes: to try again is no use.
+        """Raises ApiError for more sequences than the server ever takes, and for parameters that
+        would take too much with each of several prompts: to try again is no use.
 
         Args:
             field: what the API calls the prompts.
         """
+        size = len(encode(CheckedParams.of(params))) if prompts > 1 else 0
+        if size * prompts > MOST_COPIED:
+            said = f"{field} has {prompts} prompts with {size:,} bytes of parameters each, and "
+            said += f"{MOST_COPIED:,} bytes are the most in all; send fewer prompts"
+            raise ApiError(413, said, param=field, code="too_many_values")
         most, each = (await self.info()).max_sequences, params.num_sequences
         if most is None or prompts * each <= most:
             return

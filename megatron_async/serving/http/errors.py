@@ -155,7 +155,8 @@ def _path(location: Sequence[int | str]) -> str | None:
     return path or None
 
 
-def _validation_error(error: RequestValidationError) -> ApiError:
+def validation_error(error: RequestValidationError) -> ApiError:
+    """A 400 that says what is wrong with the first field of a body that is wrong."""
     found = error.errors()[0]
     location = tuple(found["loc"])
     if found["type"] == "json_invalid":
@@ -226,7 +227,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def invalid(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return error_response(_validation_error(error))
+        return error_response(validation_error(error))
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
