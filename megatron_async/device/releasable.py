@@ -101,7 +101,7 @@ class Region:
         kept, self._kept = self._kept, None
         if kept is not None:
             self.bytes[: self.size].copy_(kept)
-        elif zeros:
+        elif zeros and self.device.type != "cpu":  # new pages there are zeros, and take nothing yet
             self.bytes.zero_()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

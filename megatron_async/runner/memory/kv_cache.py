@@ -118,7 +118,8 @@ class KVCache:
             return torch.zeros(shape, dtype=dtype, device=self.device)
         region = Region(size, self.device)
         self.regions.append(region)
-        return region.part(0, shape, dtype).zero_()
+        part = region.part(0, shape, dtype)
+        return part if self.device.type == "cpu" else part.zero_()  # new pages there are zeros
 
 
 def _untouched_zeros(size: int) -> torch.Tensor:

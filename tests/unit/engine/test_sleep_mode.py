@@ -14,8 +14,11 @@ from megatron_async.config.engine_config import EngineConfig
 from megatron_async.device.releasable import CudaPages, Region
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import CacheTooLargeError, CheckpointError, ConfigError, RequestError
+from megatron_async.models.description.kv_cache_spec import KVCacheSpec
 from megatron_async.models.releasable_weights import move_parameters
 from megatron_async.request.request import WeightSpan
+from megatron_async.runner.memory.cache_sizes import CacheSizes
+from megatron_async.runner.memory.kv_cache import KVCache
 from tests.support.engines import config_at, greedy
 
 PROMPTS = [[100, 101, 102, 32], [40] * 70]
@@ -55,6 +58,7 @@ def test_running_requests_go_on_after_a_sleep(
     for _ in range(9):
         engine.step_modern()
     assert engine.get_request(0).generated_tokens
+    engine.cache.kv.add_(0.0)  # so that all of it takes memory
     before = resident_bytes()
     engine.sleep()
     given_back = before - resident_bytes()
@@ -263,3 +267,21 @@ def test_a_region_on_the_cpu_keeps_what_it_keeps() -> None:
     assert not region.is_released and region.restore() and part.tolist() == [2.0] * 3
     region.release(keep=False)
     assert region.is_released and not region.restore(zeros=True) and part.tolist() == [0.0] * 3
+
+
+def test_a_cache_on_the_cpu_takes_memory_when_it_is_used() -> None:
+    spec = KVCacheSpec(num_layers=4, num_kv_heads=8, head_dim=64, dtype=torch.float32)
+    sizes = CacheSizes.of(
+        spec.token_bytes, max_sequence_length=64, block_count=1000, block_size_tokens=16,
+        releasable=True,
+    )  # fmt: skip
+    before = resident_bytes()
+    cache = KVCache(sizes, spec, "cpu")
+    (region,) = cache.regions
+    assert region.size > 200 << 20
+    for _ in range(2):
+        assert resident_bytes() - before < region.size // 2
+        assert not cache.kv[:, :, ::100].any()
+        cache.kv[0, 0, :10] = 1.0
+        region.release(keep=False)
+        region.restore(zeros=True)
