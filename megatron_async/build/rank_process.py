@@ -46,9 +46,11 @@ def follow(
     """
     from megatron_async.errors import ConfigError
     from megatron_async.ranks.follower import join_group
+    from megatron_async.ranks.layout import check_files
     from megatron_async.ranks.rendezvous.meeting import environment_store
     from megatron_async.ranks.start import device_of_rank
 
+    check_files(layout)
     if store is None or rank is None:
         if os.environ.get("RANK") == "0":
             raise ConfigError("RANK=0 has the engine: it leads, and the others follow")

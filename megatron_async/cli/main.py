@@ -86,13 +86,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_stdout()
         return EXIT_BROKEN_PIPE
     except OSError as error:
-        # The error is of a file that was opened by name, or of a library: no stream, but a bug.
-        if error.filename is not None or error.errno is None:
-            raise
         if error.errno in (errno.EMFILE, errno.ENFILE):
             said = "more files were to be opened than may be; raise the limit (ulimit -n)"
             print(f"{PROGRAM}: error: {said}", file=sys.stderr)
             return EXIT_BAD_INPUT
+        # The error is of a file that was opened by name, or of a library: no stream, but a bug.
+        if error.filename is not None or error.errno is None:
+            raise
         _drop_stdout()
         said = f"the standard output cannot be written: {error.strerror}"
         print(f"{PROGRAM}: error: {said}; redirect it to another place", file=sys.stderr)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from megatron_async.serving.messages import Endpoint
 
 MAX_API_SERVERS = 64
+FILES = 64
+"""Open files of each of its processes, beside connections."""
 BACKENDS = ("gloo", "nccl")
 EXIT_GIVEN_UP = 1
 """The engine, or a front end, has died too often; wrong arguments are 2."""
@@ -123,6 +125,8 @@ def weight_transfer_backend(text: str) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
+    from megatron_async.processes.limits import need_files
+    from megatron_async.ranks.layout import Layout, check_files
     from megatron_async.serving.front_end.build import build_frontend
     from megatron_async.serving.front_end.front_ends import FrontEnds, serve_together
     from megatron_async.serving.http.http_server import open_socket, serve, url_of
@@ -134,6 +138,8 @@ def run(args: argparse.Namespace) -> int:
 
     depth = options.resolve_scheduling(args.inference_async_scheduling, args.depth, default=False)
     engine_config = options.engine_config(args, depth)
+    need_files(FILES, "the server")
+    check_files(Layout.of(engine_config))
     check_replica_options(args)
     config = _server_config(args)
     if args.replicas is not None:

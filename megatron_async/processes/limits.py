@@ -1,9 +1,12 @@
-"""Limits of time and memory that a process sets for itself, before it touches what others sent."""
+"""Limits of a process: of time and memory, which it sets for itself before it touches what others
+sent, and of open files, which it finds."""
 
 from __future__ import annotations
 
 import os
 import sys
+
+from megatron_async.errors import ConfigError
 
 
 def limit_memory(size: int) -> None:
@@ -17,6 +20,29 @@ def limit_memory(size: int) -> None:
         pages = int(file.read().split()[0])
     most = pages * os.sysconf("SC_PAGE_SIZE") + size
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def need_files(count: int, what: str) -> None:
+    """Let this process and those that it starts have ``count`` open files each. It is asked before
+    there are any: what lacks one later fails in ways of its own, or waits for ever.
+
+    Args:
+        what: needs them.
+
+    Raises:
+        ConfigError: the system lets it have fewer.
+    """
+    import resource
+
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY or limit >= count:
+        return
+    if most != resource.RLIM_INFINITY and most < count:
+        raise ConfigError(
+            f"{what} may need {count} open files in one process, and the limit is {most}; raise it "
+            f"to {count} or more (ulimit -n)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, most))
 
 
 def limit_work(seconds: int) -> None:

@@ -14,7 +14,7 @@ from megatron_async.processes.call import Call
 from megatron_async.processes.child import Child, end_processes
 from megatron_async.ranks.channel import ConnectionSender, RingSender, Sender
 from megatron_async.ranks.group import RankGroup, check_free
-from megatron_async.ranks.layout import Layout
+from megatron_async.ranks.layout import Layout, check_files
 from megatron_async.ranks.rendezvous.call import WAKE
 from megatron_async.ranks.rendezvous.meeting import (
     accept_all,
@@ -64,6 +64,7 @@ def start_group(layout: Layout, device: str, timeout_seconds: float) -> RankGrou
         RankDiedError: one did not start.
     """
     check_free()
+    check_files(layout)
     rank = launched_rank()
     if rank is not None:
         if rank != 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import shlex
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from megatron_async.cli.output.table import format_table
 from megatron_async.config.engine_config import EngineConfig
 from megatron_async.errors import ConfigError
 from megatron_async.models.description.shapes import SHAPES
+from megatron_async.ranks.layout import Layout, check_files
 from megatron_async.sampling_params import SamplingParams
 
 COMMANDS = ("generate", "chat", "serve", "verify", "demo", "info", "bench", "trace", "tune")
@@ -281,11 +283,61 @@ def test_a_bench_report_tells_the_command_that_measures_the_same() -> None:
     assert build_parser().parse_args(shlex.split(command)[1:]) == args
 
 
+@pytest.mark.parametrize("name", [(), ("a module.py",)])
 def test_too_few_open_files_are_not_taken_for_a_bad_standard_output(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def opens_too_many(_: object) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), *name)
 
     monkeypatch.setattr("megatron_async.cli.info.run", opens_too_many)
     assert "raise the limit (ulimit -n)" in error_of(["info"], capsys)
+
+
+RANKS = ["--device", "cpu", "--tensor-model-parallel-size", "2"]
+FILES = {
+    "generate": (["generate", "--prompt", "a", *RANKS], "a rank of TP2 may need 80 open files"),
+    "serve": (["serve", "--port", "0", *RANKS], "the server may need 64 open files"),
+}
+
+
+@pytest.mark.parametrize("most", [20, 25, 30, 40])
+@pytest.mark.parametrize("command", FILES)
+def test_too_few_open_files_are_told_before_any_process_is_started(
+    command: str, most: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def starts(*_: object, **__: object) -> None:
+        raise AssertionError("a process is started")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (most, most))
+    monkeypatch.setattr(subprocess.Popen, "__init__", starts)
+    arguments, said = FILES[command]
+    error = error_of(arguments, capsys)
+    assert said in error and f"the limit is {most}; raise it" in error
+
+
+def test_a_server_with_ranks_needs_files_for_these_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+    assert "a rank of TP2 may need 80 open files" in error_of(["serve", *RANKS], capsys)
+
+
+@pytest.mark.parametrize(
+    ("limits", "now"),
+    [
+        ((20, 100), (80, 100)),
+        ((20, resource.RLIM_INFINITY), (80, resource.RLIM_INFINITY)),
+        ((80, 80), None),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
+    ],
+)
+def test_a_limit_of_open_files_is_raised_where_the_system_lets_it(
+    limits: tuple[int, int], now: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: given.append(limits))
+    check_files(Layout(2))
+    check_files(Layout(1))
+    assert given == ([] if now is None else [now])
