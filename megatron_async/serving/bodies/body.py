@@ -15,6 +15,8 @@ MAX_TEXTS = 1024
 """Stop words, or bad ones."""
 MAX_ENTRIES = 65_536
 """Entries of an object or list that are checked one by one."""
+MAX_IDS = 524_288
+"""Token ids of a parameter: more than vocabularies have."""
 T = TypeVar("T")
 
 

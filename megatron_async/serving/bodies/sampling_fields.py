@@ -12,6 +12,7 @@ from megatron_async.request.parameter_checks import in_range
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving.bodies.body import (
     MAX_ENTRIES,
+    MAX_IDS,
     MAX_TEXTS,
     Integer,
     OwnFields,
@@ -62,8 +63,10 @@ class SamplingFields(OwnFields):
     repetition_penalty: Annotated[float | None, range_of("repetition_penalty")] = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[Integer | None, range_of("min_tokens")] = None
-    stop_token_ids: Several[Token] | None = None
-    allowed_token_ids: Annotated[Several[Token] | None, schema_of(minItems=1)] = None
+    stop_token_ids: Annotated[Several[Token], at_most(MAX_IDS)] | None = None
+    allowed_token_ids: Annotated[
+        Annotated[Several[Token], at_most(MAX_IDS)] | None, schema_of(minItems=1)
+    ] = None
     bad_words: Annotated[Several[Text], at_most(MAX_TEXTS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None

@@ -119,18 +119,23 @@ class ResponsesRequest(SamplingFields):
             if getattr(self, name):
                 raise ApiError(400, f"{name} is not supported here; leave it out", param=name)
 
+    def take_format(self) -> None:
+        """Have ``text.format`` as ``response_format``; raises ApiError."""
+        if self.text is None or self.text.format is None:
+            return
+        try:
+            plain("text.format", self.text.format.shown())
+        except RequestError as error:
+            raise renamed(error, {}) from None
+        self.response_format = self.text.format.response_format()
+        structure_of_format(self.response_format)
+
 
 async def create_response(front: Frontend, request: Request, body: ResponsesRequest) -> Response:
     """The assistant's next message, or its calls of functions."""
     model = front.check_model(body.model)
     body.check_supported()
-    if body.text is not None and body.text.format is not None:
-        try:
-            plain("text.format", body.text.format.shown())
-        except RequestError as error:
-            raise renamed(error, {}) from None
-        body.response_format = body.text.format.response_format()
-        structure_of_format(body.response_format)
+    await apart(request, body.take_format)
     tools = _tool_use(front, body)
     asked = body.with_defaults(front.config.defaults)
     checked = partial(asked.params, 1)

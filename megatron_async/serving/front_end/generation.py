@@ -96,8 +96,9 @@ class Generator:
     async def check_room(
         self, params: SamplingParams, *, prompts: int = 1, field: str = "prompt"
     ) -> None:
-        """Raises ApiError for more sequences than the server ever takes, and for parameters that
-        would take too much with each of several prompts: to try again is no use.
+        """Raises ApiError for more sequences than the server ever takes, for more token ids than
+        the model has, and for parameters that would take too much with each of several prompts: to
+        try again is no use.
 
         Args:
             field: what the API calls the prompts.
@@ -107,7 +108,15 @@ class Generator:
             said = f"{field} has {prompts} prompts with {size:,} bytes of parameters each, and "
             said += f"{MOST_COPIED:,} bytes are the most in all; send fewer prompts"
             raise ApiError(413, said, param=field, code="too_many_values")
-        most, each = (await self.info()).max_sequences, params.num_sequences
+        info = await self.info()
+        for name, ids in (
+            ("allowed_token_ids", params.allowed_token_ids),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
+            if ids and len(ids) > info.vocab_size:
+                said = f"{name} has {len(ids):,} token ids, and the model has {info.vocab_size:,}"
+                raise ApiError(400, f"{said}; send those of the model", param=name)
+        most, each = info.max_sequences, params.num_sequences
         if most is None or prompts * each <= most:
             return
         room = f"this server takes {most} sequences at once, running and waiting; send fewer"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 from typing import Any
@@ -15,6 +16,7 @@ from megatron_async.serving.bodies.sampling_fields import SamplingFields
 from megatron_async.serving.endpoints import request_shapes
 from megatron_async.serving.endpoints.json_body import LARGE
 from megatron_async.serving.front_end import generation
+from megatron_async.serving.http import http_server
 from tests.support.http_api import ENDPOINTS, completion, error_of, ids_of
 
 PADDING = {"user": "x" * LARGE}
@@ -116,6 +118,26 @@ def test_parameters_that_each_prompt_brings_are_bounded_together(
     assert "500 bytes are the most" in error["message"]
     assert completion(client, **{**body, "prompt": ["a"]})
     assert completion(client, **{**body, "allowed_token_ids": [5]})
+
+
+@pytest.mark.parametrize("name", ["allowed_token_ids", "stop_token_ids"])
+@pytest.mark.parametrize(("count", "said"), [(524_289, "at most 524,288"), (200, "has 200 token")])
+def test_more_token_ids_than_a_model_has_are_refused_unread(
+    name: str, count: int, said: str, client: httpx.Client
+) -> None:
+    asked = {"prompt": "a", name: list(range(count))}
+    error = error_of(client.post("/v1/completions", json=asked), 400)
+    assert error["param"] == name and said in error["message"]
+
+
+def test_the_collector_looks_at_nothing_that_a_front_end_has_for_good() -> None:
+    async def frozen() -> int:
+        return gc.get_freeze_count()
+
+    try:
+        assert http_server.run(frozen()) > 10_000
+    finally:
+        gc.unfreeze()
 
 
 # --- lists of many ids ----------------------------------------------------------------------------
