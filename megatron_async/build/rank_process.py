@@ -46,7 +46,7 @@ def follow(
     """
     from megatron_async.errors import ConfigError
     from megatron_async.ranks.follower import join_group
-    from megatron_async.ranks.layout import check_files
+    from megatron_async.ranks.open_files import check_files
     from megatron_async.ranks.rendezvous.meeting import environment_store
     from megatron_async.ranks.start import device_of_rank
 

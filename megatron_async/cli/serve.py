@@ -126,7 +126,8 @@ def weight_transfer_backend(text: str) -> str:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     from megatron_async.processes.limits import need_files
-    from megatron_async.ranks.layout import Layout, check_files
+    from megatron_async.ranks.layout import Layout
+    from megatron_async.ranks.open_files import check_files
     from megatron_async.serving.front_end.build import build_frontend
     from megatron_async.serving.front_end.front_ends import FrontEnds, serve_together
     from megatron_async.serving.http.http_server import open_socket, serve, url_of

@@ -7,12 +7,6 @@ from dataclasses import dataclass
 
 from megatron_async.config.engine_config import EngineConfig
 from megatron_async.errors import ConfigError
-from megatron_async.processes.limits import need_files
-
-FILES = 64
-"""Open files of a process that is a rank, without those below: some 20 are open at a time."""
-FILES_OF_RANK = 16
-"""For each further rank: a connection in each group that both are in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +108,3 @@ def check_supported(layout: Layout, config: EngineConfig) -> None:
     """Raises :class:`ConfigError` with what a group of these ranks does not do."""
     for reason in unsupported(layout, config):
         raise ConfigError(reason)
-
-
-def check_files(layout: Layout) -> None:
-    """Raises :class:`ConfigError` where a process of a group may open too few files: the others
-    would wait for a rank that lacks one."""
-    if layout.world_size > 1:
-        need_files(FILES + FILES_OF_RANK * (layout.world_size - 1), f"a rank of {layout}")

@@ -14,7 +14,8 @@ from megatron_async.processes.call import Call
 from megatron_async.processes.child import Child, end_processes
 from megatron_async.ranks.channel import ConnectionSender, RingSender, Sender
 from megatron_async.ranks.group import RankGroup, check_free
-from megatron_async.ranks.layout import Layout, check_files
+from megatron_async.ranks.layout import Layout
+from megatron_async.ranks.open_files import check_files
 from megatron_async.ranks.rendezvous.call import WAKE
 from megatron_async.ranks.rendezvous.meeting import (
     accept_all,

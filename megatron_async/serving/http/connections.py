@@ -194,7 +194,7 @@ def limited_connection(
                 self.loop.call_soon(self._parse)
 
         def shutdown(self) -> None:
-            """See uvicorn's: nobody is waited for who has been answered."""
+            """See uvicorn's: a client that has been answered is not waited for."""
             super().shutdown()
             if self.cycle is None or self.cycle.response_complete:
                 self.transport.end()

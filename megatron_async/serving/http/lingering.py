@@ -16,11 +16,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of what is dropped behind a last answer.
+    """The most that is dropped behind a last answer.
 
     Args:
         most_bytes: that are read.
-        seconds: for which they are read.
+        seconds: for all of it.
         idle_seconds: for which nothing comes.
     """
 

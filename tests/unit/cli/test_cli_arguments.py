@@ -26,7 +26,8 @@ from megatron_async.cli.output.table import format_table
 from megatron_async.config.engine_config import EngineConfig
 from megatron_async.errors import ConfigError
 from megatron_async.models.description.shapes import SHAPES
-from megatron_async.ranks.layout import Layout, check_files
+from megatron_async.ranks.layout import Layout
+from megatron_async.ranks.open_files import check_files
 from megatron_async.sampling_params import SamplingParams
 
 COMMANDS = ("generate", "chat", "serve", "verify", "demo", "info", "bench", "trace", "tune")
