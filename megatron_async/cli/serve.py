@@ -102,6 +102,9 @@ def add_command(commands: Any) -> None:
     add("--server-dev-mode", action="store_true", help=said)
     said = """what a trainer's collective runs on, as '{"backend": "nccl"}', or "gloo" on a CPU"""
     add("--weight-transfer-config", type=weight_transfer_backend, metavar="JSON", help=said)
+    said = "end requests that are aborted with the reason abort, as vLLM does, and not with length;"
+    said += " so it is with --server-dev-mode"
+    add("--abort-finish-reason", action="store_true", help=said)
     said = "log-probabilities of requests that do not say: the model's, or of the distribution "
     said += "that was sampled from, which trainers need (default: %(default)s)"
     add("--logprobs-mode", choices=LOGPROBS_MODES, default=LOGPROBS_MODES[0], help=said)
@@ -200,6 +203,7 @@ def _server_config(args: argparse.Namespace) -> ServerConfig:
         shutdown_timeout=args.shutdown_timeout,
         max_body_bytes=args.max_body_mib * MIB,
         stays_without_engine=args.keep_alive_on_engine_death,
+        shows_aborts=args.abort_finish_reason or args.server_dev_mode,
         development=args.server_dev_mode,
         weight_transfer_backend=args.weight_transfer_config,
         prefix_cache_per_key=args.prefix_cache_per_key,

@@ -207,7 +207,7 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     """Decode a prompt. ``request_id`` is the front end's own, which has checked ``params``;
     ``timeout`` in seconds ends the request with what it has by then;
     ``acknowledge``: an empty output says that it has been taken; ``deaths``: replicas that have
-    died under it."""
+    died under it; ``name``: the client's id of the request, by which it may be aborted."""
 
     request_id: int
     prompt: list[int]
@@ -216,6 +216,7 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     timeout: float | None = None
     acknowledge: bool = False
     deaths: int = 0
+    name: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

@@ -128,7 +128,13 @@ def make_front(
     """The parts of a front end."""
     return Frontend(
         config=config,
-        generator=Generator(client, tokenizer, metrics, request_timeout=config.request_timeout),
+        generator=Generator(
+            client,
+            tokenizer,
+            metrics,
+            request_timeout=config.request_timeout,
+            shows_aborts=config.shows_aborts,
+        ),
         tokenizer=tokenizer,
         chat=Chat(templates or PlainTemplates()),
         token_names=token_names(tokenizer),

@@ -36,7 +36,7 @@ class ErrorAnswer(Shape):
 
 # --- completions and chat -------------------------------------------------------------------------
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort"]
 StopReason = int | str | None
 """The stop word or the stop token's id; why it was cut short, with the reason "length"."""
 
@@ -143,7 +143,7 @@ class ChatChoice(Shape):
     index: int
     message: MessageShape
     logprobs: ChatLogProbs | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
+    finish_reason: Literal["stop", "length", "tool_calls", "abort"]
     stop_reason: StopReason
     token_ids: list[int] | None
 

@@ -18,7 +18,7 @@ from megatron_async.serving.endpoints.log_prob_shapes import chat_log_probs, pro
 from megatron_async.serving.endpoints.request_shapes import ChatCompletionRequest
 from megatron_async.serving.front_end.job import Choice, Job, Piece, usage_of
 from megatron_async.serving.http.errors import json_response
-from megatron_async.serving.http.frontend import Frontend, log_jobs
+from megatron_async.serving.http.frontend import Frontend, log_jobs, name_of
 from megatron_async.serving.http.sse import DONE, EventStream, event, until_disconnect
 
 
@@ -41,6 +41,7 @@ async def create_chat_completion(
     )
     # By default none: the template writes the begin token itself.
     adds = bool(body.add_special_tokens)
+    name = name_of(request, body.request_id)
     job = await front.generator.job(
         await front.generator.tokenize(prompt.text, add_special_tokens=adds, field="messages"),
         params,
@@ -49,10 +50,11 @@ async def create_chat_completion(
         skip_special_tokens=body.skip_special_tokens is not False,
         cap_length=not body.num_new_tokens_given,
         markers=front.chat.markers(tools),
+        name=name,
     )
     log_jobs(request, [job], model)
     head = {
-        "id": f"chatcmpl-{request.state.request_id}",
+        "id": f"chatcmpl-{name}",
         "object": "chat.completion.chunk" if body.stream else "chat.completion",
         "created": int(time.time()),
         "model": model,

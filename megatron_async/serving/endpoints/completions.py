@@ -23,7 +23,7 @@ from megatron_async.serving.endpoints.piece_order import ahead_of_others
 from megatron_async.serving.endpoints.request_shapes import CompletionRequest
 from megatron_async.serving.front_end.job import Choice, Job, Piece, usage_of
 from megatron_async.serving.http.errors import ApiError, json_response
-from megatron_async.serving.http.frontend import Frontend, log_jobs
+from megatron_async.serving.http.frontend import Frontend, log_jobs, name_of
 from megatron_async.serving.http.sse import DONE, EventStream, TextEvents, event, until_disconnect
 
 
@@ -33,10 +33,11 @@ async def create_completion(front: Frontend, request: Request, body: CompletionR
     asked = body.with_defaults(front.config.defaults)
     checked = partial(asked.params, front.config.max_choices)
     params = front.salted(request, await apart(request, checked))
-    jobs = await _jobs(front, body, params)
+    name = name_of(request, body.request_id)
+    jobs = await _jobs(front, body, params, name)
     log_jobs(request, jobs, model)
     head = {
-        "id": f"cmpl-{request.state.request_id}",
+        "id": f"cmpl-{name}",
         "object": "text_completion",
         "created": int(time.time()),
         "model": model,
@@ -48,7 +49,9 @@ async def create_completion(front: Frontend, request: Request, body: CompletionR
     return json_response(await until_disconnect(request.receive, answer.whole()))
 
 
-async def _jobs(front: Frontend, body: CompletionRequest, params: SamplingParams) -> list[Job]:
+async def _jobs(
+    front: Frontend, body: CompletionRequest, params: SamplingParams, name: str
+) -> list[Job]:
     info = await front.generator.info()
     prompts = body.prompt
     several: list[str] | list[list[int]]
@@ -83,6 +86,7 @@ async def _jobs(front: Frontend, body: CompletionRequest, params: SamplingParams
             skip_special_tokens=body.skip_special_tokens is not False,
             text=text,
             scores_prompt=not body.shows_generated,
+            name=name,
         )
         jobs.append(job)
     return jobs

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_async.errors import ConfigError, RequestError
-from megatron_async.serving.bodies.body import Body, Several
+from megatron_async.serving.bodies.body import Body, Several, Text
 from megatron_async.serving.endpoints.engine_api import PauseMode
 from megatron_async.serving.http.errors import ApiError, json_response
 from megatron_async.serving.http.frontend import Frontend
@@ -24,6 +24,8 @@ from megatron_async.serving.http.sse import until_disconnect
 WORLD_SIZE = 1
 """Processes of the engine that take part in a weight-transfer group."""
 MAX_TENSORS = 1 << 20
+ID_MARKS = ("cmpl-", "chatcmpl-", "resp_")
+"""What answers write before the id of a request."""
 
 PATHS = frozenset(
     {
@@ -75,9 +77,10 @@ class StartRequest(Body):
 
 
 class AbortRequest(Body):
-    """``POST /abort_requests``: all of them."""
+    """``POST /abort_requests``: those of these ids, as clients sent them or as answers have them;
+    all of them without any."""
 
-    request_ids: Several[str] | None = None
+    request_ids: Several[Text] | None = None
 
 
 def add_development_endpoints(app: FastAPI, front: Frontend) -> None:
@@ -113,15 +116,20 @@ def _add_sleep(app: FastAPI, front: Frontend) -> None:
     @app.post("/abort_requests", response_model=None)
     @needs(Access.ADMINISTRATOR)
     async def abort_requests(body: AbortRequest | None = None) -> Response:
-        if body is not None and body.request_ids:
-            said = "request_ids cannot be given yet; leave them out to abort all requests"
-            raise ApiError(400, said, param="request_ids")
-        return json_response({"status": "aborted", **await _ask(front, "abort_requests")})
+        names = None if body is None or body.request_ids is None else _names(body.request_ids)
+        done = await _ask(front, "abort_requests", names=names)
+        return json_response({"status": "aborted", **done})
 
     @app.get("/is_paused", response_model=None)
     @needs(Access.CLIENT)
     async def is_paused() -> Response:
         return json_response(await _state(front, "is_paused"))
+
+
+def _names(ids: list[str]) -> list[str]:
+    """Clients' ids, with those that ids of answers are made of."""
+    bare = [each.partition(mark)[2] for each in ids for mark in ID_MARKS if each.startswith(mark)]
+    return [*ids, *bare]
 
 
 async def _state(front: Frontend, name: str) -> dict[str, Any]:

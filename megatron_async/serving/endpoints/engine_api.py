@@ -49,7 +49,7 @@ class DetokenizeRequest(Body):
 class PauseRequest(Body):
     """``POST /pause``: what becomes of running requests, and how long they are waited for."""
 
-    mode: PauseMode = "keep"
+    mode: PauseMode | None = None
     timeout: Seconds | None = None
 
 

@@ -34,7 +34,7 @@ from megatron_async.serving.endpoints.responses_input import InputMessages
 from megatron_async.serving.endpoints.responses_output import Event, OutputItems
 from megatron_async.serving.front_end.job import Job, usage_of
 from megatron_async.serving.http.errors import ApiError, describe, json_response, renamed
-from megatron_async.serving.http.frontend import Frontend, log_jobs
+from megatron_async.serving.http.frontend import Frontend, log_jobs, name_of
 from megatron_async.serving.http.sse import EventStream, event, until_disconnect
 from megatron_async.serving.messages import Output
 
@@ -146,6 +146,7 @@ async def create_response(front: Frontend, request: Request, body: ResponsesRequ
         prompt = await front.chat.prompt(given.messages, tools)
     except ApiError as error:
         raise given.in_items(error) from None
+    name = name_of(request, body.request_id)
     job = await front.generator.job(
         await front.generator.tokenize(prompt.text, field="input"),
         params,
@@ -153,10 +154,11 @@ async def create_response(front: Frontend, request: Request, body: ResponsesRequ
         priority=body.priority,
         skip_special_tokens=body.skip_special_tokens is not False,
         markers=front.chat.markers(tools),
+        name=name,
     )
     job.is_acknowledged = bool(body.stream)
     log_jobs(request, [job], model)
-    answer = _Answer(front, body, tools, job, request.state.request_id, model, prompt)
+    answer = _Answer(front, body, tools, job, name, model, prompt)
     if body.stream:
         return EventStream(answer.events(), answer.failed)
     return json_response(await until_disconnect(request.receive, answer.whole()))

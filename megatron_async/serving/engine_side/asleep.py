@@ -7,7 +7,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -197,9 +197,10 @@ class SleepingEngine:
         ]
         self._say(waiting.front_end, Outputs(ends))
 
-    def _end_all(self) -> int:
-        """Returns how many there were."""
-        keys = list(self._waiting)
+    def _end_all(self, names: Container[str] | None = None) -> int:
+        """All, or those of clients' ids. Returns how many there were."""
+        waiting = self._waiting.items()
+        keys = [key for key, each in waiting if names is None or each.asked.name in names]
         for key in keys:
             self._end(key, "abort")
         return len(keys)
@@ -234,7 +235,7 @@ class SleepingEngine:
                 self._keep(lost_weights=self._kept.lost_weights or level == 2)
                 return {"is_sleeping": True}
             case "abort_requests":
-                return {"aborted": self._end_all()}
+                return {"aborted": self._end_all(control.arguments.get("names"))}
             case "live":
                 return {"device": "asleep", "steps": []}
         raise RequestError(_SAID)

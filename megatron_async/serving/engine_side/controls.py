@@ -203,9 +203,9 @@ class Controls:
             self._change(**self._asleep())
         return {"is_sleeping": True}
 
-    def abort_requests(self) -> dict[str, Any]:
-        """End all requests with what they have; new ones are taken."""
-        return {"aborted": self._requests.end_all("abort")}
+    def abort_requests(self, names: list[str] | None = None) -> dict[str, Any]:
+        """End all requests with what they have, or those of clients' ids; new ones are taken."""
+        return {"aborted": self._requests.end_all("abort", names)}
 
     def wake_up(self, tags: list[str] | None = None) -> dict[str, Any]:
         """Take the memory back that ``sleep`` gave."""

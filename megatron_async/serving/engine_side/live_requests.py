@@ -7,7 +7,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -45,6 +45,7 @@ class LiveRequest:
     """A request of a front end.
 
     Attributes:
+        name: the client's id of it, which several may have.
         left: sequences that have not ended.
         has_text: the engine makes its text, for it has stop words.
         reason: why it is aborted, in place of the engine's reason.
@@ -58,6 +59,7 @@ class LiveRequest:
         "has_text",
         "is_ranked",
         "left",
+        "name",
         "reason",
         "record",
         "request_id",
@@ -65,9 +67,15 @@ class LiveRequest:
     )
 
     def __init__(
-        self, front_end: ConnectedFrontEnd, request_id: int, engine_id: int, has_text: bool
+        self,
+        front_end: ConnectedFrontEnd,
+        request_id: int,
+        engine_id: int,
+        has_text: bool,
+        name: str,
     ) -> None:
         self.front_end = front_end
+        self.name = name
         self.request_id = request_id
         self.engine_id = engine_id
         self.has_text = has_text
@@ -160,9 +168,12 @@ class LiveRequests:
         for request_id in list(front_end.requests):
             self.abort(front_end, request_id)
 
-    def end_all(self, reason: str) -> int:
-        """End all requests; front ends see ``reason``. How many there were."""
+    def end_all(self, reason: str, names: Container[str] | None = None) -> int:
+        """End all requests, or those of clients' ids; front ends see ``reason``. How many there
+        were."""
         ended = {route.live for route in list(self._routes.values())}
+        if names is not None:
+            ended = {live for live in ended if live.name in names}
         for live in ended:
             self._end(live, reason)
         return len(ended)
@@ -189,7 +200,7 @@ class LiveRequests:
         if asked.timeout is not None and not asked.timeout > 0:
             raise RequestError(f"timeout={asked.timeout} must be above 0 seconds")
         has_text = bool(asked.params["stop_words"])
-        live = LiveRequest(front_end, request_id, next(self._engine_ids), has_text)
+        live = LiveRequest(front_end, request_id, next(self._engine_ids), has_text, asked.name)
         future = self._engine.add_request(
             live.engine_id,
             asked.prompt,

@@ -72,7 +72,11 @@ def frontend_over(client: Client, values: EngineValues, settings: FrontendSettin
     return Frontend(
         config=config,
         generator=Generator(
-            client, text.tokenizer, metrics, request_timeout=config.request_timeout
+            client,
+            text.tokenizer,
+            metrics,
+            request_timeout=config.request_timeout,
+            shows_aborts=config.shows_aborts,
         ),
         tokenizer=text.tokenizer,
         chat=text.chat,

@@ -36,6 +36,7 @@ class Generator:
 
     Args:
         request_timeout: seconds after which a request ends with what it has.
+        shows_aborts: a request that was aborted ends with the reason ``"abort"``.
         metrics: get how long things take.
 
     Attributes:
@@ -51,6 +52,7 @@ class Generator:
         metrics: Metrics,
         *,
         request_timeout: float | None = None,
+        shows_aborts: bool = False,
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
@@ -58,6 +60,7 @@ class Generator:
         self.running: set[int] = set()
         self.draining = False
         self._request_timeout = request_timeout
+        self._shows_aborts = shows_aborts
         self._metrics = metrics
         self._numbers = itertools.count(1)
         self._commands = itertools.count(1)
@@ -138,10 +141,12 @@ class Generator:
         text: str | None = None,
         scores_prompt: bool = False,
         markers: Sequence[str] = (),
+        name: str = "",
     ) -> Job:
         """A prompt that fits the model, ready to run.
 
         Args:
+            name: the client's id of the request.
             params: checked.
             names: what the API calls the engine's parameters.
             cap_length: the most tokens to generate are a default, which gives way to the model's
@@ -185,6 +190,7 @@ class Generator:
             text,
             scores_prompt,
             self.tokenizer.special_tokens(markers) if markers and skip_special_tokens else {},
+            name=name,
         )
 
     async def stream(self, job: Job) -> AsyncGenerator[Piece, None]:
@@ -211,7 +217,7 @@ class Generator:
         ]
         message = Generate(
             job.request_id, job.prompt, CheckedParams.of(params), job.priority, job.timeout,
-            job.is_acknowledged, job.deaths,
+            job.is_acknowledged, job.deaths, job.name,
         )  # fmt: skip
         self.running.add(job.request_id)
         started = time.perf_counter()
@@ -225,7 +231,7 @@ class Generator:
                     if output.prompt_log_probs is not None:
                         job.prompt_log_probs = [each[:2] for each in output.prompt_log_probs]
                         job.prompt_ranks = [rank for _, _, rank in output.prompt_log_probs]
-                    if output.finish_reason in CUT_SHORT:
+                    if output.finish_reason in CUT_SHORT and not self._is_shown(output):
                         output = _cut_short(output)
                     if output.finish_reason == "error":
                         raise _no_token(job)
@@ -234,6 +240,9 @@ class Generator:
             raise renamed(error, job.names) from None
         finally:
             self.running.discard(job.request_id)
+
+    def _is_shown(self, output: Output) -> bool:
+        return self._shows_aborts and output.finish_reason == "abort"
 
     def _measure(self, job: Job, output: Output, total: float, since_last: float) -> None:
         """Count what has come, ``total`` seconds after the request and ``since_last`` seconds after

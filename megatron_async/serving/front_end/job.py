@@ -35,7 +35,7 @@ class Job:
     alone is asked for, and the one token that the engine generates is not shown. ``markers`` are
     special tokens that mark tool calls, by id, and stay in the text. ``is_acknowledged``: the first
     piece comes as soon as the engine has taken the request, and may be empty. ``deaths``: replicas
-    that have died under it.
+    that have died under it. ``name``: the client's id of the request.
     """
 
     prompt: list[int]
@@ -50,6 +50,7 @@ class Job:
     markers: dict[int, str] = field(default_factory=dict)
     is_acknowledged: bool = False
     deaths: int = 0
+    name: str = ""
     prompt_log_probs: LogProbs | None = None
     prompt_ranks: Sequence[int] = ()
     generated: int = 0

@@ -231,9 +231,10 @@ def _add_engine(app: FastAPI, front: Frontend) -> None:
         mode: engine_api.PauseMode | None = None,
         wait_for_inflight_requests: bool = False,
     ) -> Response:
+        asked = body or engine_api.PauseRequest()
         default: engine_api.PauseMode = "wait" if wait_for_inflight_requests else "keep"
-        asked = body or engine_api.PauseRequest(mode=mode or default)
-        return json_response(await command("pause", mode=asked.mode, timeout=asked.timeout))
+        chosen = asked.mode or mode or default
+        return json_response(await command("pause", mode=chosen, timeout=asked.timeout))
 
     @app.post("/resume", response_model=None)
     @needs(Access.ADMINISTRATOR)

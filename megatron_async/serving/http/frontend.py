@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from megatron_async.tokenizer.tokenizer import Tokenizer
 
 MIB = 1 << 20
+PLAIN_ID = re.compile(r"[\x21-\x7e]{1,128}")
 SALT_BYTES = 16
 
 
@@ -43,6 +45,8 @@ class ServerConfig:
         allow_origins: web pages from elsewhere that may call the server; "*" for all.
         request_timeout: seconds after which a request ends with the text that it has.
         shutdown_timeout: seconds that requests are given to end when the server is stopped.
+        shows_aborts: a request that was aborted ends with the reason ``"abort"``, as vLLM's do, and
+            not with OpenAI's nearest.
         stays_without_engine: do not end when the engine is given up.
         max_body_bytes: of a request.
         max_choices: most texts of a prompt (``n``).
@@ -65,6 +69,7 @@ class ServerConfig:
     allow_origins: tuple[str, ...] = ()
     request_timeout: float | None = None
     shutdown_timeout: float = 30.0
+    shows_aborts: bool = False
     stays_without_engine: bool = False
     max_body_bytes: int = 16 * MIB
     max_choices: int = 128
@@ -125,6 +130,20 @@ class Frontend:
         own = f"{request.state.key_number} {params.cache_salt or ''}"
         salt = blake2b(own.encode(), digest_size=SALT_BYTES).hexdigest()
         return dataclasses.replace(params, cache_salt=salt)
+
+
+def name_of(request: Request, asked: str | None) -> str:
+    """The id of a request: what its client sent as ``request_id`` or ``x-request-id``, or one of
+    its own. Answers have it, and it is aborted by it.
+
+    Raises:
+        ApiError: it is too long, or has other characters than those of a header.
+    """
+    if asked is not None and not PLAIN_ID.fullmatch(asked):
+        said = "request_id must have 1 to 128 characters of ASCII, without spaces"
+        raise ApiError(400, said, param="request_id")
+    name: str = request.state.request_id if asked is None else asked
+    return name
 
 
 def log_jobs(request: Request, jobs: Sequence[Job], model: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
@@ -17,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_async.serving.front_end.protocols import Metrics
 from megatron_async.serving.http.errors import ApiError, ClientGoneError, error_response
-from megatron_async.serving.http.frontend import MIB
+from megatron_async.serving.http.frontend import MIB, PLAIN_ID
 from megatron_async.serving.http.logs import logger
 from megatron_async.serving.http.rights import find_route
 from megatron_async.serving.tracing import spans
@@ -33,7 +32,6 @@ STATUS_CLIENT_GONE = 499
 """In the log alone; nginx's."""
 _CLOSE = {"Connection": "close"}
 """What is left of a body that was refused is never read."""
-_PLAIN_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestLog:
@@ -69,7 +67,7 @@ class RequestLog:
             return
         started = time.perf_counter()
         given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _PLAIN_ID.fullmatch(given) else uuid.uuid4().hex
+        request_id = given if PLAIN_ID.fullmatch(given) else uuid.uuid4().hex
         span = spans.current_span()
         ids = {"request_id": request_id, **spans.ids_of(span)}
         fields: dict[str, Any] = {

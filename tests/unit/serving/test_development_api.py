@@ -63,7 +63,8 @@ def url(directory: Path, parent: NoParent) -> Iterator[str]:
         enable_sleep_mode=True,
     )  # fmt: skip
     engine = DynamicInferenceEngine.from_pretrained(directory, config)
-    with serving(engine, parent, development=True, weight_transfer_backend="gloo") as address:
+    options: dict[str, Any] = {"development": True, "weight_transfer_backend": "gloo"}
+    with serving(engine, parent, shows_aborts=True, **options) as address:
         yield address
 
 
@@ -269,10 +270,65 @@ def test_requests_end_or_are_waited_for_before_the_engine_stops(http: httpx.Clie
         sent(http, "/sleep?mode=wait")
         sent(http, "/wake_up")
         assert asked.result()["completion_tokens"] == 8
-    said = sent(http, "/abort_requests", {"request_ids": ["a"]}, status=400)
-    assert said["error"]["param"] == "request_ids"
     sent(http, "/pause?wait_for_inflight_requests=true")
     sent(http, "/resume")
+
+
+BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True}
+
+
+def aborted(http: httpx.Client, *ids: str) -> int:
+    """How many requests had one of these ids."""
+    found: int = sent(http, "/abort_requests", {"request_ids": ids})["aborted"]
+    return found
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+@pytest.mark.parametrize("way", ["request_id", "x-request-id", "answer"])
+def test_a_request_is_aborted_by_its_clients_id(http: httpx.Client, way: str, sleeps: bool) -> None:
+    body, headers = {**BODY, "n": 2}, {}
+    if way == "request_id":
+        body["request_id"] = "mine"
+    else:
+        headers["x-request-id"] = "mine"
+    name = "cmpl-mine" if way == "answer" else "mine"
+    sent(http, "/sleep" if sleeps else "/pause")
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            asked = pool.submit(http.post, "/v1/completions", json=body, headers=headers)
+            other = pool.submit(http.post, "/v1/completions", json=BODY)
+            while not aborted(http, name, "nobody's"):
+                """It has not come yet."""
+            answer = asked.result().json()
+            assert answer["id"] == "cmpl-mine"
+            assert [each["finish_reason"] for each in answer["choices"]] == ["abort"] * 2
+            assert aborted(http, name) == aborted(http) == 0
+            sent(http, "/wake_up" if sleeps else "/resume")
+            (choice,) = other.result().json()["choices"]
+            assert choice["finish_reason"] == "length" and choice["stop_reason"] is None
+    finally:
+        sent(http, "/wake_up")
+        sent(http, "/resume")
+
+
+def test_an_id_that_no_header_could_have_is_refused(http: httpx.Client) -> None:
+    for wrong in ("", "a b", "é", "a" * 129):
+        said = sent(http, "/v1/completions", {"prompt": "a", "request_id": wrong}, status=400)
+        assert said["error"]["param"] == "request_id"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_pause_that_aborts_is_no_pause_that_keeps(http: httpx.Client, stream: bool) -> None:
+    """The mode stood in the query, and the body was ``{}``: it was passed over."""
+    body = {**BODY, "stream": stream, "request_id": "long"}
+    sent(http, "/pause")
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(http.post, "/v1/completions", json=body)
+            while '"abort"' not in (asked.result().text if asked.done() else ""):
+                sent(http, "/pause?mode=abort", {})
+    finally:
+        sent(http, "/resume")
 
 
 def test_weights_of_a_trainer_do_not_survive_their_process(directory: Path) -> None:
