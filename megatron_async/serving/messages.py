@@ -249,6 +249,14 @@ TO_ENGINE: Codec[ToEngine] = Codec(ToEngine)
 # --- from the engine process to front ends ----------------------------------------------------
 
 
+class WeightVersion(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens ``start`` to ``end`` - 1 of a text were sampled by the weights of ``version``."""
+
+    version: int
+    start: int
+    end: int
+
+
 class Output(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """What one step brought one sequence of a request, or several steps that have gathered.
 
@@ -262,6 +270,8 @@ class Output(msgspec.Struct, frozen=True, tag=True, array_like=True):
         stop_reason: the stop word, or the id of the stop token of the request's own.
         usage: with the last output: ``prompt_tokens``, ``cached_tokens``, ``generated_tokens``,
             and ``queue_time`` in seconds.
+        weight_spans: with the last output of a sequence, the version of the weights that sampled
+            its tokens from a first one up to another.
     """
 
     request_id: int
@@ -273,6 +283,7 @@ class Output(msgspec.Struct, frozen=True, tag=True, array_like=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     usage: dict[str, int | float] | None = None
+    weight_spans: list[WeightVersion] = []
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -73,6 +73,7 @@ class SamplingFields(OwnFields):
     prompt_logprobs: Annotated[Integer | None, range_of("top_n_logprobs")] = None
     logprobs_mode: LogprobsMode | None = None
     request_id: str | None = None
+    return_weight_versions: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     priority: Annotated[Integer | None, range_of("priority")] = None

@@ -16,7 +16,7 @@ from megatron_async.serving.chat.prompt import Prompt
 from megatron_async.serving.endpoints.json_body import apart
 from megatron_async.serving.endpoints.log_prob_shapes import chat_log_probs, prompt_log_probs
 from megatron_async.serving.endpoints.request_shapes import ChatCompletionRequest
-from megatron_async.serving.front_end.job import Choice, Job, Piece, usage_of
+from megatron_async.serving.front_end.job import Choice, Job, Piece, shown_weights, usage_of
 from megatron_async.serving.http.errors import json_response
 from megatron_async.serving.http.frontend import Frontend, log_jobs, name_of
 from megatron_async.serving.http.sse import DONE, EventStream, event, until_disconnect
@@ -115,6 +115,7 @@ class _ChatCompletion:
             "finish_reason": parser.finish_reason(choice.finish_reason),
             "stop_reason": choice.stop_reason,
             "token_ids": choice.token_ids if self._body.return_token_ids else None,
+            **(shown_weights(choice.weight_spans) if self._body.return_weight_versions else {}),
         }
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -170,6 +171,8 @@ class _ChatCompletion:
             if is_last and reason is not None:
                 shown["finish_reason"] = parser.finish_reason(reason)
                 shown["stop_reason"] = output.stop_reason
+                if self._body.return_weight_versions:
+                    shown |= shown_weights(output.weight_spans)
             chunks.append({**self._head, "choices": [shown], **self._usage()})
         if len(self._job.ends) == self._job.params.n and not self._body.wants_usage:
             chunks[-1] |= self._prompt.fields

@@ -21,7 +21,7 @@ from megatron_async.serving.endpoints.log_prob_shapes import (
 )
 from megatron_async.serving.endpoints.piece_order import ahead_of_others
 from megatron_async.serving.endpoints.request_shapes import CompletionRequest
-from megatron_async.serving.front_end.job import Choice, Job, Piece, usage_of
+from megatron_async.serving.front_end.job import Choice, Job, Piece, shown_weights, usage_of
 from megatron_async.serving.http.errors import ApiError, json_response
 from megatron_async.serving.http.frontend import Frontend, log_jobs, name_of
 from megatron_async.serving.http.sse import DONE, EventStream, TextEvents, event, until_disconnect
@@ -134,6 +134,7 @@ class _Completion:
             "prompt_logprobs": self._prompt_log_probs(job) if wants_log_probs else None,
             "prompt_token_ids": job.prompt if body.return_token_ids else None,
             "token_ids": ids if body.return_token_ids else None,
+            **(shown_weights(choice.weight_spans) if body.return_weight_versions else {}),
         }
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -202,6 +203,8 @@ class _Completion:
             shown["stop_reason"] = output.stop_reason
             if not body.shows_generated:
                 shown["finish_reason"], shown["stop_reason"] = "length", None
+            if body.return_weight_versions:
+                shown |= shown_weights(output.weight_spans)
         if is_first and body.echo:
             shown["text"] = (job.text or "") + text
         if body.logprobs is not None:

@@ -32,7 +32,7 @@ from megatron_async.serving.endpoints.json_body import apart
 from megatron_async.serving.endpoints.log_prob_shapes import chat_log_probs
 from megatron_async.serving.endpoints.responses_input import InputMessages
 from megatron_async.serving.endpoints.responses_output import Event, OutputItems
-from megatron_async.serving.front_end.job import Job, usage_of
+from megatron_async.serving.front_end.job import Job, shown_weights, usage_of
 from megatron_async.serving.http.errors import ApiError, describe, json_response, renamed
 from megatron_async.serving.http.frontend import Frontend, log_jobs, name_of
 from megatron_async.serving.http.sse import EventStream, event, until_disconnect
@@ -202,6 +202,7 @@ class _Answer:
         self._front = front
         self._job = job
         self._top = body.log_probs
+        self._shows_weights = bool(body.return_weight_versions)
         self._numbers = itertools.count()
         self._items = OutputItems(request_id, front.chat.parser(tools, job.markers.values()))
         format = (body.text and body.text.format) or TextFormat(schema=None)
@@ -287,6 +288,8 @@ class _Answer:
             if last.stop_reason is not None:
                 details["stop_reason"] = last.stop_reason
             response["incomplete_details"] = details
+        if self._shows_weights:
+            response |= shown_weights(last.weight_spans)
         usage = usage_of([self._job])
         response["usage"] = {
             "input_tokens": usage.prompt,

@@ -57,7 +57,6 @@ class Controls:
         self._keep = keep
         self._kept = Kept()
         self._keeping = threading.Lock()
-        self._first_version = 0
         self._threads = ControlThreads(
             {name: partial(method, self) for name, method in CONTROLS.items()}
         )
@@ -81,7 +80,7 @@ class Controls:
     @property
     def weight_version(self) -> int:
         """Weight updates since the server's start, whatever became of earlier processes."""
-        return self._first_version + self._engine.weight_version
+        return self._requests.first_version + self._engine.weight_version
 
     def restore(self, kept: Kept) -> None:
         """Be as an earlier process was told to be, before requests come. Weights that cannot be had
@@ -95,7 +94,7 @@ class Controls:
                 self.lost = f"{said}; send new weights"
                 logger.error("%s", self.lost)
                 break
-        self._first_version = kept.weight_version - self._engine.weight_version
+        self._requests.first_version = kept.weight_version - self._engine.weight_version
         if kept.suspended:
             self._engine.suspend()
         if kept.asleep or kept.lost_weights:

@@ -23,6 +23,7 @@ from megatron_async.serving.messages import (
     Outputs,
     PromptLogProbs,
     Refused,
+    WeightVersion,
 )
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,7 @@ class LiveRequests:
 
     Attributes:
         refusal: why new requests are refused as if the queue were full; None when they are not.
+        first_version: of the weights that the engine calls 0.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class LiveRequests:
         on_failure: Callable[[BaseException], None],
     ) -> None:
         self.refusal: str | None = None
+        self.first_version = 0
         self._engine = engine
         self._outputs = outputs
         self._max_sequences = max_sequences
@@ -267,7 +270,7 @@ class LiveRequests:
             if reason is None:
                 output = Output(live.request_id, index, tokens, text, own, of_prompt)
             else:
-                output = _last(live, index, tokens, text, own, of_prompt, ended[request_id])
+                output = self._last(live, index, tokens, text, own, of_prompt, ended[request_id])
             batch = batches.get(live.front_end)
             if batch is None:
                 batches[live.front_end] = [output]
@@ -315,8 +318,43 @@ class LiveRequests:
             text = record.generated_text if live.has_text else None
             of_prompt = None if index else _of_prompt(record)
             tokens, own = list(record.generated_tokens), _of_tokens(record)
-            outputs.append(_last(live, index, tokens, text, own, of_prompt, record))
+            outputs.append(self._last(live, index, tokens, text, own, of_prompt, record))
         self._send(live.front_end, outputs)
+
+    def _last(
+        self,
+        live: LiveRequest,
+        index: int,
+        tokens: list[int],
+        text: str | None,
+        log_probs: LogProbs | None,
+        of_prompt: PromptLogProbs | None,
+        record: DynamicInferenceRequest,
+    ) -> Output:
+        """The last output of a sequence."""
+        reason = record.finish_reason
+        assert reason is not None
+        said = reason.value
+        if reason is FinishReason.ABORT and live.reason is not None:
+            said = live.reason
+        usage = {
+            "prompt_tokens": len(record.prompt_tokens),
+            "cached_tokens": min(record.counters.cached, len(record.prompt_tokens)),
+            "generated_tokens": len(record.generated_tokens),
+            "queue_time": 0.0 if record.queue_time is None else record.queue_time,
+        }
+        return Output(
+            live.request_id, index, tokens, text, log_probs, of_prompt, said, record.stop_reason,
+            usage, self._weight_versions(record),
+        )  # fmt: skip
+
+    def _weight_versions(self, record: DynamicInferenceRequest) -> list[WeightVersion]:
+        spans = record.weight_spans
+        ends = [*(span.start for span in spans[1:]), len(record.generated_tokens)]
+        return [
+            WeightVersion(self.first_version + span.version, span.start, end)
+            for span, end in zip(spans, ends, strict=False)
+        ]
 
     # --- in both ------------------------------------------------------------------------------
 
@@ -350,32 +388,6 @@ class LiveRequests:
             return
         front_end.is_gone = True
         self.abort_all(front_end)
-
-
-def _last(
-    live: LiveRequest,
-    index: int,
-    tokens: list[int],
-    text: str | None,
-    log_probs: LogProbs | None,
-    of_prompt: PromptLogProbs | None,
-    record: DynamicInferenceRequest,
-) -> Output:
-    """The last output of a sequence."""
-    reason = record.finish_reason
-    assert reason is not None
-    said = reason.value
-    if reason is FinishReason.ABORT and live.reason is not None:
-        said = live.reason
-    usage = {
-        "prompt_tokens": len(record.prompt_tokens),
-        "cached_tokens": min(record.counters.cached, len(record.prompt_tokens)),
-        "generated_tokens": len(record.generated_tokens),
-        "queue_time": 0.0 if record.queue_time is None else record.queue_time,
-    }
-    return Output(
-        live.request_id, index, tokens, text, log_probs, of_prompt, said, record.stop_reason, usage
-    )
 
 
 def _of_prompt(record: DynamicInferenceRequest | None) -> PromptLogProbs | None:

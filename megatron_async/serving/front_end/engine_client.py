@@ -344,6 +344,7 @@ def _joined(outputs: list[Output]) -> Output:
         last.finish_reason,
         last.stop_reason,
         last.usage,
+        last.weight_spans,
     )
 
 

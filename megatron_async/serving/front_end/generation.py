@@ -287,6 +287,7 @@ class Generator:
                 if output.finish_reason is not None:
                     choice.finish_reason = output.finish_reason
                     choice.stop_reason = output.stop_reason
+                    choice.weight_spans = output.weight_spans
         for choice, parts in zip(choices, texts, strict=True):
             choice.text = "".join(parts)
         return choices

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
+
 from megatron_async.sampling_params import SamplingParams
-from megatron_async.serving.messages import Output
+from megatron_async.serving.messages import Output, WeightVersion
 
 LogProbs = Sequence[tuple[float, dict[int, float]]]
 
@@ -81,6 +83,12 @@ class Choice:
     log_probs: list[tuple[float, dict[int, float]]] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    weight_spans: Sequence[WeightVersion] = ()
+
+
+def shown_weights(spans: Sequence[WeightVersion]) -> dict[str, Any]:
+    """What vLLM's answers say of the weights that sampled a text."""
+    return {"weight_versions": [msgspec.structs.asdict(span) for span in spans]}
 
 
 class Usage(NamedTuple):
