@@ -1,6 +1,6 @@
 """Tests of other projects' servers, from checkouts of theirs, against this server.
 
-    python -m scripts.peer_suites --vllm PATH --llama-cpp PATH --openai-python PATH [-k WORDS]
+    python -m scripts.peer_suites --vllm PATH --sglang PATH --triton PATH [-k WORDS]
 
 Those tests run that talk to a server over HTTP; ours has the embedded model. What they import of
 their own project is stood for. ``expected.toml`` says which failures are known, and why; the exit

@@ -41,6 +41,6 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 
 atexit.register(SERVERS.end)  # also where pytest gives up
 signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the servers, too
-importlib.import_module(f"scripts.peer_suites.{os.environ['PEER_SUITE']}").install(
+importlib.import_module(f"scripts.peer_suites.shims.{os.environ['PEER_SUITE']}").install(
     Path(os.environ["PEER_CHECKOUT"])
 )

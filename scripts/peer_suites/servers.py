@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,19 @@ class Server:
             self.process.kill()
 
 
+def free_port() -> int:
+    """A port of the loopback that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def serve_command() -> list[str]:
+    """The command that serves the embedded model."""
+    return [sys.executable, "-P", "-m", "megatron_async", "serve", "--model", "tiny"]
+
+
 def start(options: tuple[str, ...]) -> Server:
     """A new server that answers.
 
@@ -47,8 +61,7 @@ def start(options: tuple[str, ...]) -> Server:
         NotServedError: with what it wrote, if it ended.
         TimeoutError: likewise, if it does not begin to serve.
     """
-    command = [sys.executable, "-P", "-m", "megatron_async", "serve", "--model", "tiny"]
-    command += ["--shutdown-timeout", "1", "--port", "0", *options]
+    command = [*serve_command(), "--shutdown-timeout", "1", "--port", "0", *options]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     with tempfile.NamedTemporaryFile() as log:
@@ -83,6 +96,12 @@ class Servers:
             server = start(key)
         self._running[key] = server
         return server
+
+    def get_alone(self, options: list[str]) -> Server:
+        """One with these options; all others are ended first, as they may have its port."""
+        if self._running.keys() - {tuple(options)}:
+            self.end()
+        return self.get(options)
 
     def end(self) -> None:
         """End all of them."""

@@ -7,6 +7,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -82,3 +83,13 @@ def give(module: str, **names: Any) -> None:
     """Put a module with these names alone, or more of them, in the place of one of the suite's."""
     given = sys.modules.setdefault(module, _AbsentModule(module))
     vars(given).update(names)
+
+
+def load(module: str, path: Path) -> ModuleType:
+    """Import a suite's own file, which needs nothing else of its package, by its name there."""
+    spec = importlib.util.spec_from_file_location(module, path)
+    assert spec is not None and spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[module] = loaded
+    spec.loader.exec_module(loaded)
+    return loaded

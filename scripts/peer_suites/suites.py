@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
+
+HERE = Path(__file__).parent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -11,12 +14,14 @@ class Suite:
     """Tests of one project.
 
     Attributes:
-        shim: module of this package whose ``install`` makes them talk to our server.
+        shim: module of ``shims`` whose ``install`` makes them talk to our server.
         folder: where they are started, below the checkout.
         files: patterns of the files, below ``folder``.
-        marker: what a file must say to be a test of a server over HTTP.
+        marker: a regular expression; a file with it is a test of a server over HTTP.
         conftest: whether its ``conftest.py`` are taken.
         plugins: files of fixtures that are taken in their place, where they are there.
+        classes: module of this package with tests that the project has in pieces.
+        pieces: patterns of the files with those pieces, below the checkout.
     """
 
     name: str
@@ -26,6 +31,8 @@ class Suite:
     marker: str = ""
     conftest: bool = True
     plugins: tuple[str, ...] = ()
+    classes: str = ""
+    pieces: tuple[str, ...] = ()
 
     def arguments(self, checkout: Path) -> list[str]:
         """What pytest is given beside the files."""
@@ -35,24 +42,29 @@ class Suite:
         return [*alone, *(word for name in names for word in ("-p", name))]
 
     def tests(self, checkout: Path) -> list[str]:
-        """Their files, relative to ``folder``."""
+        """Their files, relative to ``folder``, and ours with the classes."""
         home = checkout / self.folder
         found = {path for pattern in self.files for path in home.glob(pattern)}
-        return [
-            str(path.relative_to(home)) for path in sorted(found) if self.marker in path.read_text()
-        ]
+        asking = [path for path in sorted(found) if re.search(self.marker, path.read_text())]
+        names = [str(path.relative_to(home)) for path in asking]
+        has_pieces = any(any(checkout.glob(pattern)) for pattern in self.pieces)
+        return [*names, str(HERE / self.classes)] if has_pieces else names
 
 
 SUITES = (
     Suite(
         name="vllm",
-        shim="vllm_shim",
+        shim="vllm",
         folder="",
         files=(
             "tests/entrypoints/openai/**/test_*.py",
             "tests/entrypoints/serve/**/test_*.py",
+            "tests/entrypoints/launchers/api_server/test_*.py",
+            "tests/entrypoints/rl/state_transitions/test_pause_*.py",
+            "tests/entrypoints/rl/state_transitions/test_sleep.py",
+            "tests/entrypoints/tool_parsers/test_hermes_tool_parser.py",
         ),
-        marker="RemoteOpenAIServer(",
+        marker=r"RemoteOpenAIServer\(|entrypoints\.rl\.conftest",
         conftest=False,
         plugins=(
             "tests/entrypoints/conftest.py",
@@ -61,7 +73,7 @@ SUITES = (
     ),
     Suite(
         name="llama-cpp",
-        shim="llama_cpp_shim",
+        shim="llama_cpp",
         folder="tools/server/tests",
         files=tuple(
             f"unit/test_{name}.py"
@@ -80,7 +92,7 @@ SUITES = (
     ),
     Suite(
         name="openai-python",
-        shim="openai_shim",
+        shim="openai_python",
         folder="",
         files=(
             "tests/api_resources/test_completions.py",
@@ -91,12 +103,50 @@ SUITES = (
     ),
     Suite(
         name="lmdeploy",
-        shim="lmdeploy_shim",
+        shim="lmdeploy",
         folder="",
         files=(
             "autotest/interface/restful/test_restful_chat_completions_v1.py",
             "autotest/interface/restful/test_restful_completions_v1.py",
         ),
         conftest=False,
+    ),
+    Suite(
+        name="sglang",
+        shim="sglang",
+        folder="",
+        files=("test/registered/openai_server/**/test_*.py",),
+        marker=r"popen_launch_server\(",
+        conftest=False,
+        classes="from_sglang.py",
+        pieces=("sglang/test/kits/*_kit.py", "python/sglang/test/kits/*_kit.py"),
+    ),
+    Suite(
+        name="triton",
+        shim="triton",
+        folder="python/openai",
+        files=tuple(
+            f"tests/test_{name}.py"
+            for name in (
+                "chat_completions",
+                "completions",
+                "observability",
+                "openai_client",
+                "request_size",
+                "tool_calling",
+            )
+        ),
+    ),
+    Suite(
+        name="megatron-lm",
+        shim="megatron",
+        folder="",
+        files=(
+            "tests/unit_tests/test_inference.py",
+            "tests/unit_tests/inference/test_common_inference_params.py",
+        ),
+        conftest=False,
+        classes="from_megatron.py",
+        pieces=("tests/functional_tests/test_cases/gpt/gpt_inference_server_smoke_*/*.py",),
     ),
 )

@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 
 from scripts.peer_suites.__main__ import main
-from scripts.peer_suites.llama_cpp_shim import options as llama_cpp_options
 from scripts.peer_suites.servers import NotServedError
+from scripts.peer_suites.shims.llama_cpp import options as llama_cpp_options
+from scripts.peer_suites.shims.sglang import options as sglang_options
+from scripts.peer_suites.shims.triton import options as triton_options
+from scripts.peer_suites.shims.vllm import options as vllm_options
+from scripts.peer_suites.suites import SUITES
 from scripts.peer_suites.verdicts import Ended, judge, read_expected
-from scripts.peer_suites.vllm_shim import options as vllm_options
 
 CONFTEST = """
 import pytest
@@ -144,3 +147,27 @@ def test_llama_cpps_settings_become_ours() -> None:
     assert llama_cpp_options(settings) == expected
     with pytest.raises(NotServedError, match="server_embeddings"):
         llama_cpp_options({**settings, "server_embeddings": True})
+
+
+def test_sglangs_options_become_ours() -> None:
+    asked = ["--context-length", "100", "--mem-fraction-static", "0.5", "--device=cuda"]
+    assert sglang_options(asked) == ["--inference-max-seq-length", "100"]
+    with pytest.raises(NotServedError, match="--reasoning-parser"):
+        sglang_options(["--reasoning-parser", "qwen3"])
+
+
+def test_tritons_options_become_ours() -> None:
+    asked = ["--backend", "vllm", "--tool-call-parser", "llama3", "--enable-kserve-frontends"]
+    assert triton_options(asked)[2:] == ["--tool-call-format", "llama3"]
+    with pytest.raises(NotServedError, match="--openai-restricted-api"):
+        triton_options(["--openai-restricted-api", "inference", "key", "value"])
+
+
+def test_a_suite_in_pieces_has_a_module_with_its_classes(tmp_path: Path) -> None:
+    (sglang,) = (suite for suite in SUITES if suite.name == "sglang")
+    assert sglang.tests(tmp_path) == []
+    kits = tmp_path / "sglang" / "test" / "kits"
+    kits.mkdir(parents=True)
+    (kits / "json_mode_kit.py").touch()
+    (module,) = sglang.tests(tmp_path)
+    assert Path(module).is_file()

@@ -126,10 +126,8 @@ async def tokenize(front: Frontend, body: TokenizeRequest) -> dict[str, Any]:
     adds = default if body.add_special_tokens is None else body.add_special_tokens
     ids = await front.generator.tokenize(text, add_special_tokens=adds, field=field)
     length = (await front.generator.client.info()).max_sequence_length
-    shown: dict[str, Any] = {"count": len(ids), "max_model_len": length, "tokens": ids}
-    if body.return_token_strs:
-        shown["token_strs"] = await front.generator.texts.token_names(ids)
-    return shown
+    names = await front.generator.texts.token_names(ids) if body.return_token_strs else None
+    return {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": names}
 
 
 async def detokenize(front: Frontend, body: DetokenizeRequest) -> dict[str, Any]:

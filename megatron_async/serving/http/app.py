@@ -42,7 +42,7 @@ OPEN_PATHS = frozenset({"/", "/health", "/v1/health", "/version", "/metrics"})
 LIVE_PATH = "/live"
 UNTRACED_PATHS = OPEN_PATHS | {LIVE_PATH}
 """Are asked now and then, or last for as long as somebody looks."""
-GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/api"})
+GENERATING_PATHS = frozenset(tracing.OPERATIONS)
 """Paths of routes that are counted in the metrics."""
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -139,6 +139,7 @@ def _add_middleware(app: FastAPI, front: Frontend) -> None:
 def _add_openai(app: FastAPI, front: Frontend) -> None:
     streams = shapes.answers(shapes.CompletionAnswer, streams=True)
 
+    @app.post("/completions", response_model=None, include_in_schema=False)  # Megatron's, too
     @app.post("/v1/completions", response_model=None, responses=streams)
     @needs(Access.CLIENT)
     async def completions(request: Request, body: CompletionRequest) -> Response:
@@ -146,6 +147,7 @@ def _add_openai(app: FastAPI, front: Frontend) -> None:
 
     streams = shapes.answers(shapes.ChatAnswer, streams=True)
 
+    @app.post("/chat/completions", response_model=None, include_in_schema=False)
     @app.post("/v1/chat/completions", response_model=None, responses=streams)
     @needs(Access.CLIENT)
     async def chat_completions(request: Request, body: ChatCompletionRequest) -> Response:

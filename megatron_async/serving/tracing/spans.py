@@ -24,7 +24,9 @@ except ImportError:  # FastAPI before 0.150 does not bring it
 
 PROVIDER_NAME = "megatron_async"
 OPERATIONS = {
+    "/completions": "text_completion",
     "/v1/completions": "text_completion",
+    "/chat/completions": "chat",
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",
     "/api": "text_completion",

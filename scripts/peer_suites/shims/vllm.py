@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema_rs
 import openai
 import pytest
+import transformers
 
 from megatron_async import __version__
-from scripts.peer_suites.servers import ROOT, SERVERS, NotServedError
-from scripts.peer_suites.stand_ins import give, stand_for, stand_for_missing
+from scripts.peer_suites.servers import SERVERS, NotServedError
+from scripts.peer_suites.shims.tiny import tokenizer
+from scripts.peer_suites.stand_ins import give, load, stand_for, stand_for_missing
 
-ASSETS = ROOT / "megatron_async" / "assets" / "tiny"
 MOST_LENGTH = 2048
 """The tokens of the embedded model's longest sequence."""
 
 SAME = {
     "--api-key": "--api-key",
+    "--api-server-count": "--api-server-count",
     "--chat-template": "--chat-template",
+    "--data-parallel-size": "--replicas",
     "--max-num-batched-tokens": "--inference-dynamic-batching-max-tokens",
     "--tensor-parallel-size": "--tensor-model-parallel-size",
 }
@@ -36,6 +42,7 @@ FLAGS = {
 
 WITHOUT_EFFECT = {
     "--attention-backend": 1,
+    "--chat-template-content-format": 1,
     "--disable-log-stats": 0,
     "--dtype": 1,
     "--enable-auto-tool-choice": 0,
@@ -43,6 +50,7 @@ WITHOUT_EFFECT = {
     "--enable-lora": 0,
     "--enable-prefix-caching": 0,
     "--enable-prompt-tokens-details": 0,
+    "--enable-request-id-headers": 0,
     "--enforce-eager": 0,
     "--gpu-memory-utilization": 1,
     "--load-format": 1,
@@ -52,6 +60,7 @@ WITHOUT_EFFECT = {
     "--max-logprobs": 1,
     "--max-loras": 1,
     "--quantization": 1,
+    "--reasoning-parser": 1,
     "--revision": 1,
     "--seed": 1,
     "--structured-outputs-config.backend": 1,
@@ -88,6 +97,7 @@ def options(model: str, arguments: list[str]) -> list[str]:
     names, left = [model], list(arguments)
     while left:
         name, joined, value = left.pop(0).partition("=")
+        name = name.replace("_", "-")
         if name in FLAGS:
             found.append(FLAGS[name])
         elif name in WITHOUT_EFFECT:
@@ -146,6 +156,23 @@ class RemoteOpenAIServer:
         return self._client(openai.AsyncOpenAI, named)  # type: ignore[no-any-return]
 
 
+RL = "tests.entrypoints.rl.conftest"
+
+
+@contextlib.contextmanager
+def _rl_server(extra_args: Iterable[str] = (), **others: Any) -> Iterator[str]:
+    arguments, env = ["--enable-sleep-mode", *extra_args], {"VLLM_SERVER_DEV_MODE": "1"}
+    with RemoteOpenAIServer("m", arguments, env_dict=env) as server:
+        yield server.url_root
+
+
+def _load_rl(checkout: Path) -> None:
+    """What their tests of trainers' endpoints share, with our server in place of theirs."""
+    path = checkout.joinpath(*RL.split(".")).with_suffix(".py")
+    if path.exists():
+        vars(load(RL, path))["server"] = _rl_server
+
+
 class _Nothing:
     """Every method answers that it is not so: vLLM's platform, and its hub of adapters."""
 
@@ -162,16 +189,6 @@ class _Hub:
         return "no-files"
 
 
-def tokenizer(*arguments: Any, **named: Any) -> Any:
-    """The embedded model's, whichever is asked for."""
-    import transformers
-
-    kind: Any = transformers.PreTrainedTokenizerFast
-    made = kind.from_pretrained(str(ASSETS))
-    made.chat_template = (ASSETS / "chat_template.jinja").read_text()
-    return made
-
-
 def install(checkout: Path) -> None:
     """Make the stand-ins importable, in this process alone."""
     stand_for("vllm")
@@ -184,7 +201,9 @@ def install(checkout: Path) -> None:
     give("vllm.transformers_utils.repo_utils", hf_api=_Hub)
     for home in ("vllm.tokenizers", "vllm.transformers_utils.tokenizer"):
         give(home, get_tokenizer=tokenizer)
+    vars(transformers)["AutoTokenizer"] = SimpleNamespace(from_pretrained=tokenizer)
     give("vllm.envs", VLLM_USE_RUST_FRONTEND=False)
     give("vllm.version", __version__=__version__)
     given: dict[str, Any] = {"RemoteOpenAIServer": RemoteOpenAIServer, "VLLM_PATH": checkout}
     give("tests.utils", **given, ROCM_EXTRA_ARGS=[], multi_gpu_only=_needs_gpus)
+    _load_rl(checkout)
