@@ -16,6 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 MOST_RUNNING = 3
 MOST_SECONDS = 900
+LENGTH = 512
+"""Tokens of the longest sequence, unless an option says otherwise: an answer whose length nobody
+limits should end soon."""
 
 
 class NotServedError(Exception):
@@ -51,7 +54,8 @@ def free_port() -> int:
 
 def serve_command() -> list[str]:
     """The command that serves the embedded model."""
-    return [sys.executable, "-P", "-m", "megatron_async", "serve", "--model", "tiny"]
+    return [sys.executable, "-P", "-m", "megatron_async", "serve", "--model", "tiny",
+            "--inference-max-seq-length", str(LENGTH)]  # fmt: skip
 
 
 def start(options: tuple[str, ...]) -> Server:
