@@ -259,6 +259,7 @@ class TokenizeAnswer(Shape):
     count: int
     max_model_len: int
     tokens: list[int]
+    token_strs: list[str] | None
 
 
 class DetokenizeAnswer(Shape):

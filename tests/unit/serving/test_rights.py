@@ -37,7 +37,7 @@ ADMINISTRATORS = {
 CLIENTS = {
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models", "/api", "/live"),
     *("/v1/models/{name:path}", "/tokenize", "/detokenize", "/openapi.json", "/is_sleeping"),
-    *("/is_paused", "/server_info", "/get_world_size"),
+    *("/is_paused", "/server_info", "/get_world_size", "/completions", "/chat/completions"),
 }
 SENDERS = {"nobody": None, "stranger": "wrong", "client": CLIENT, "administrator": ADMINISTRATOR}
 

@@ -23,6 +23,7 @@ def test_models_tokens_health_and_version(client: httpx.Client) -> None:
     assert client.get("/v1/models/small").json()["max_model_len"] == 256
     tokens = post(client, "/tokenize", prompt="abc", return_token_strs=True)
     assert tokens["tokens"] == ids_of("abc") and tokens["token_strs"] == ["a", "b", "c"]
+    assert post(client, "/tokenize", prompt="abc")["token_strs"] is None
     assert post(client, "/detokenize", tokens=tokens["tokens"]) == {"prompt": "abc"}
     talk = post(client, "/tokenize", messages=[{"role": "user", "content": "a"}])
     assert talk["count"] == len(ids_of("user:a,a:"))
@@ -31,6 +32,17 @@ def test_models_tokens_health_and_version(client: httpx.Client) -> None:
     for path in ("/health", "/v1/health", "/version", "/metrics", "/openapi.json"):
         assert client.get(path).status_code == 200
     assert client.get("/docs").status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/completions", "/chat/completions"])
+def test_megatrons_paths_without_a_version_are_those_with_one(
+    server: Served, client: httpx.Client, path: str
+) -> None:
+    body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "seed": 1}
+    body |= {"max_tokens": 4}
+    answers = [client.post(each, json=body).json()["choices"] for each in (path, f"/v1{path}")]
+    assert answers[0] == answers[1]
+    assert client.put(path, json=body).status_code == 405
 
 
 def test_request_ids_are_echoed(client: httpx.Client) -> None:
