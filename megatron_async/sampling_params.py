@@ -37,6 +37,7 @@ _TAKEN = (
     "do_kv_handoff",
 )
 """Names of megatron-core's that are no fields of ours, in the order of the class."""
+_check_interval = checks.integer(1, none=1)
 
 
 @dataclass(kw_only=True)
@@ -125,7 +126,7 @@ class SamplingParams:
     detokenize_stop_sequence: InitVar[bool] = False
     return_prompt_tokens: InitVar[bool] = False
     streaming: InitVar[bool] = False
-    streaming_interval: InitVar[int | None] = None
+    streaming_interval: InitVar[int | None] = 1
     do_kv_handoff: InitVar[bool | None] = None
 
     def __post_init__(self, *taken: Any) -> None:
@@ -143,6 +144,8 @@ class SamplingParams:
                 "do_kv_handoff=True is not supported: keys and values stay in this engine; leave "
                 "it out"
             )
+        if name == "streaming_interval":
+            _check_interval(name, value)
         if name == "detokenize_stop_sequence" and value:
             self.include_stop_str_in_output = True
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import functools
+import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,9 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 MOST_RUNNING = 3
 MOST_SECONDS = 900
-LENGTH = 512
-"""Tokens of the longest sequence, unless an option says otherwise: an answer whose length nobody
-limits should end soon."""
+ASSETS = ROOT / "megatron_async" / "assets" / "tiny"
+GENERATION = {"max_new_tokens": 64}
+"""What ends an answer whose length nobody limits."""
 
 
 class NotServedError(Exception):
@@ -52,10 +56,22 @@ def free_port() -> int:
         return port
 
 
+@functools.cache
+def _model_directory() -> Path:
+    """The embedded model with :data:`GENERATION` beside it, until this process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="peer-suites-"))
+    atexit.register(shutil.rmtree, folder)
+    for file in ASSETS.iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / "generation_config.json").write_text(json.dumps(GENERATION))
+    return folder
+
+
 def serve_command() -> list[str]:
     """The command that serves the embedded model."""
-    return [sys.executable, "-P", "-m", "megatron_async", "serve", "--model", "tiny",
-            "--inference-max-seq-length", str(LENGTH)]  # fmt: skip
+    model = ["--model", str(_model_directory()), "--served-model-name", "tiny"]
+    model.append("--generation-config")
+    return [sys.executable, "-P", "-m", "megatron_async", "serve", *model]
 
 
 def start(options: tuple[str, ...]) -> Server:

@@ -131,12 +131,11 @@ def test_each_entry_of_ours_has_a_reason() -> None:
 def test_vllms_options_become_ours() -> None:
     asked = ["--max-model-len", "100", "--tool-call-parser", "hermes", "--max-num-seqs=4"]
     asked += ["--enable-lora", "--lora-modules", "a=path", "b=path", "--api-key", "k"]
-    own = ["--inference-max-seq-length", "100", "--tool-call-format", "hermes", "--api-key", "k"]
-    longest, *others = vllm_options("m", ["--max-model-len", "8192"])[1:]
-    assert others == ["--served-model-name", "m"]
+    length = ["--inference-max-seq-length", "100", "--tool-call-format", "hermes"]
     names = ["--served-model-name", "m", "a", "b"]
-    assert vllm_options("m", asked) == ["--inference-max-seq-length", longest, *own, *names]
-    assert vllm_options("m", ["--served-model-name", "o"])[2:] == ["--served-model-name", "o"]
+    assert vllm_options("m", asked) == [*length, "--api-key", "k", *names]
+    assert vllm_options("m", ["--max-model-len", "8192"]) == ["--served-model-name", "m"]
+    assert vllm_options("m", ["--served-model-name", "o"]) == ["--served-model-name", "o"]
     with pytest.raises(NotServedError, match="--uds"):
         vllm_options("m", ["--uds", "path"])
 

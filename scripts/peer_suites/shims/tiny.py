@@ -6,9 +6,7 @@ from typing import Any
 
 import transformers
 
-from scripts.peer_suites.servers import ROOT
-
-ASSETS = ROOT / "megatron_async" / "assets" / "tiny"
+from scripts.peer_suites.servers import ASSETS
 
 
 def tokenizer(*arguments: Any, **named: Any) -> Any:

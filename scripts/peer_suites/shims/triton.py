@@ -69,8 +69,10 @@ class OpenAIServer:
         return openai.OpenAI(base_url=self.url_for("v1"), api_key=self.API_KEY, timeout=SECONDS)
 
     def get_async_client(self) -> openai.AsyncOpenAI:
-        url = self.url_for("v1")
-        return openai.AsyncOpenAI(base_url=url, api_key=self.API_KEY, timeout=SECONDS)
+        """One client is for tests that each have a loop of their own: it keeps no connection."""
+        http = openai.DefaultAsyncHttpxClient(limits=httpx.Limits(max_keepalive_connections=0))
+        named = {"base_url": self.url_for("v1"), "api_key": self.API_KEY, "timeout": SECONDS}
+        return openai.AsyncOpenAI(**named, http_client=http)  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True)

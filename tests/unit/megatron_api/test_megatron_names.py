@@ -177,6 +177,17 @@ def test_sampling_params_take_the_names_of_each_release() -> None:
             refused()
 
 
+@pytest.mark.parametrize("interval", [0, -3, 1.5, "2"])
+def test_a_streaming_interval_is_a_number_of_tokens(interval: Any) -> None:
+    for give in (
+        lambda: SamplingParams(streaming_interval=interval),
+        lambda: SamplingParams().add_attributes({"streaming_interval": interval}),
+    ):
+        with pytest.raises(RequestError, match="streaming_interval="):
+            give()
+    assert SamplingParams(streaming_interval=8).streaming_interval == 1  # each token is streamed
+
+
 NEUTRAL: dict[str, Any] = dict(
     temperature=1.0, top_k=0, top_p=0.0, return_log_probs=False, skip_prompt_log_probs=False,
     return_segments=False, num_tokens_to_generate=5, num_tokens_total=None, termination_id=None,
