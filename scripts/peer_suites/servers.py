@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 MOST_RUNNING = 3
 MOST_SECONDS = 900
 ASSETS = ROOT / "megatron_async" / "assets" / "tiny"
+NAME = "--served-model-name"
 GENERATION = {"max_new_tokens": 64}
 """What ends an answer whose length nobody limits."""
 
@@ -68,9 +69,8 @@ def _model_directory() -> Path:
 
 
 def serve_command() -> list[str]:
-    """The command that serves the embedded model."""
-    model = ["--model", str(_model_directory()), "--served-model-name", "tiny"]
-    model.append("--generation-config")
+    """The command that serves the embedded model, and goes by the name of its directory."""
+    model = ["--model", str(_model_directory()), "--generation-config"]
     return [sys.executable, "-P", "-m", "megatron_async", "serve", *model]
 
 
@@ -82,6 +82,8 @@ def start(options: tuple[str, ...]) -> Server:
         TimeoutError: likewise, if it does not begin to serve.
     """
     command = [*serve_command(), "--shutdown-timeout", "1", "--port", "0", *options]
+    if NAME not in options:
+        command += [NAME, "tiny"]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     with tempfile.NamedTemporaryFile() as log:
