@@ -28,6 +28,7 @@ class ToolUse:
     Args:
         tools: offered to the model; none for a text and nothing else.
         required: the answer is calls and nothing else.
+        named: the request has chosen the function that is called.
         structure: the structured output that an answer of calls conforms to, if it must be calls.
         calls: makes what a message with a format may be instead, as ``Calls.to_json``; None where
             no call is known from a text.
@@ -36,6 +37,7 @@ class ToolUse:
 
     tools: tuple[Tool, ...] = ()
     required: bool = False
+    named: bool = False
     structure: dict[str, Any] | None = None
     calls: Callable[[], str] | None = None
     parallel: bool = True
@@ -101,12 +103,19 @@ class MessageParser:
         parser: finds tool calls; None leaves all as content.
         parallel: False keeps the first call alone.
         hidden: special tokens that are no content, where no call comes of them.
+        named: the request has chosen the function, and its call is no reason to end.
     """
 
     def __init__(
-        self, parser: Any = None, *, parallel: bool = True, hidden: Collection[str] = ()
+        self,
+        parser: Any = None,
+        *,
+        parallel: bool = True,
+        hidden: Collection[str] = (),
+        named: bool = False,
     ) -> None:
         self._parser = parser
+        self._named = named
         self._hidden = hidden
         self._parallel = parallel
 
@@ -135,9 +144,9 @@ class MessageParser:
         return shown
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """``tool_calls`` where a message with calls has come to its end."""
+        """``tool_calls`` where the model has chosen to call and its message has come to its end."""
         called = self._parser is not None and self._parser.call_count > 0
-        return "tool_calls" if called and reason == "stop" else reason
+        return "tool_calls" if called and reason == "stop" and not self._named else reason
 
 
 def _delta(part: Any) -> dict[str, Any]:
@@ -272,7 +281,8 @@ class Chat:
         from megatron_async.serving.chat.tool_calls import ToolCallParser
 
         parser = ToolCallParser(format, names=tools.names)
-        return MessageParser(parser, parallel=tools.parallel, hidden=hidden)
+        options = {"parallel": tools.parallel, "named": tools.named}
+        return MessageParser(parser, hidden=hidden, **options)
 
     def _format(self, tools: ToolUse) -> str | None:
         """How an answer writes calls; None where it has none."""
@@ -322,7 +332,11 @@ class Chat:
         if chosen.mode == "none":
             return ToolUse()
         use = ToolUse(
-            tuple(checked), required=chosen.forced, structure=structure, parallel=parallel
+            tuple(checked),
+            required=chosen.forced,
+            named=chosen.name is not None,
+            structure=structure,
+            parallel=parallel,
         )
         format = None if chosen.forced else self._format(use)
         if format is None:

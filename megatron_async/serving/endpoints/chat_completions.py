@@ -37,7 +37,7 @@ async def create_chat_completion(
         tools,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
-        chat_template_kwargs=body.chat_template_kwargs,
+        chat_template_kwargs=body.template_variables,
     )
     # By default none: the template writes the begin token itself.
     adds = bool(body.add_special_tokens)

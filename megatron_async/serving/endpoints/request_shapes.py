@@ -65,6 +65,12 @@ def _wrong_prompt(place: str, wanted: str) -> PydanticCustomError:
     return PydanticCustomError("prompt", f"prompt{place} must be {wanted}")
 
 
+def template_variables(given: dict[str, Any] | None, effort: str | None) -> dict[str, Any]:
+    """Variables of the chat template: those that a request gives go before its effort."""
+    own = {} if effort is None else {"reasoning_effort": effort}
+    return {**own, **(given or {})}
+
+
 class CompletionRequest(SamplingFields):
     """``POST /v1/completions``."""
 
@@ -134,11 +140,17 @@ class ChatCompletionRequest(SamplingFields):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Text | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
     names: ClassVar[dict[str, str]] = {"logprobs": "top_logprobs"}
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Further variables of the chat template."""
+        return template_variables(self.chat_template_kwargs, self.reasoning_effort)
 
     @property
     def log_probs(self) -> int | None:

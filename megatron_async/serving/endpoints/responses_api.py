@@ -19,6 +19,7 @@ from megatron_async.serving.bodies.body import (
     Body,
     Integer,
     Several,
+    Text,
     at_least,
     at_most,
     range_of,
@@ -30,6 +31,7 @@ from megatron_async.serving.chat.chat_messages import plain
 from megatron_async.serving.chat.prompt import Prompt
 from megatron_async.serving.endpoints.json_body import apart
 from megatron_async.serving.endpoints.log_prob_shapes import chat_log_probs
+from megatron_async.serving.endpoints.request_shapes import template_variables
 from megatron_async.serving.endpoints.responses_input import InputMessages
 from megatron_async.serving.endpoints.responses_output import Event, OutputItems
 from megatron_async.serving.front_end.job import Job, shown_weights, usage_of
@@ -75,6 +77,12 @@ class TextOptions(Body):
     format: TextFormat | None = None
 
 
+class Reasoning(Body):
+    """``reasoning``."""
+
+    effort: Text | None = None
+
+
 class ResponsesRequest(SamplingFields):
     """``POST /v1/responses``."""
 
@@ -82,6 +90,8 @@ class ResponsesRequest(SamplingFields):
     instructions: str | None = None
     max_output_tokens: Annotated[Integer | None, at_least(1)] = None
     text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     top_logprobs: Annotated[Integer | None, range_of("top_n_logprobs")] = None
     include: Several[str] | None = None
     metadata: Annotated[dict[str, Any] | None, at_most(MOST_METADATA)] = None
@@ -113,6 +123,16 @@ class ResponsesRequest(SamplingFields):
         """See the base."""
         return self.max_output_tokens
 
+    @property
+    def effort(self) -> str | None:
+        """How much the model is to reason, if it is said."""
+        return None if self.reasoning is None else self.reasoning.effort
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Further variables of the chat template."""
+        return template_variables(self.chat_template_kwargs, self.effort)
+
     def check_supported(self) -> None:
         """Raises ApiError for what this server does not do, rather than leave it out silently."""
         for name in ("previous_response_id", "conversation", "prompt", "background"):
@@ -143,7 +163,9 @@ async def create_response(front: Frontend, request: Request, body: ResponsesRequ
     await front.generator.check_room(params)
     given = InputMessages(body.input, body.instructions)
     try:
-        prompt = await front.chat.prompt(given.messages, tools)
+        prompt = await front.chat.prompt(
+            given.messages, tools, chat_template_kwargs=body.template_variables
+        )
     except ApiError as error:
         raise given.in_items(error) from None
     name = name_of(request, body.request_id)
@@ -216,6 +238,7 @@ class _Answer:
             "metadata": body.metadata or {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
+            "reasoning": {"effort": body.effort, "summary": None},
             "store": False,
             "temperature": job.params.temperature,
             "text": {"format": format.shown()},

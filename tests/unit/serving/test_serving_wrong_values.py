@@ -189,12 +189,23 @@ def test_fields_of_other_servers_that_change_the_answer_are_refused(
 
 
 @pytest.mark.parametrize("path", ("/v1/completions", "/v1/chat/completions"))
-@pytest.mark.parametrize("name", ("logprob_token_ids", "return_token_offsets", "watermarking"))
+@pytest.mark.parametrize(
+    "name", ("logprob_token_ids", "return_token_offsets", "watermarking", "vllm_xargs")
+)
 def test_fields_of_newer_releases_of_vllm_are_refused_by_name(
     client: httpx.Client, path: str, name: str
 ) -> None:
     error = error_of(client.post(path, json={**ENDPOINTS[path], name: [50]}), 400)
     assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+
+
+@pytest.mark.parametrize("path", ("/v1/completions", "/v1/chat/completions"))
+def test_token_ids_in_the_place_of_a_prompt_are_refused_by_name(
+    client: httpx.Client, path: str
+) -> None:
+    given = {"kv_transfer_params": {"prompt_token_ids": [5, 6]}}
+    error = error_of(client.post(path, json={**ENDPOINTS[path], **given}), 400)
+    assert error["param"] == "kv_transfer_params" and "token ids as prompt" in error["message"]
 
 
 def test_too_long_prompts_have_openais_code(client: httpx.Client) -> None:

@@ -92,6 +92,19 @@ def test_messages_and_calls_come_as_they_are() -> None:
     assert choice["message"]["content"] == '{"n": 3}' and choice["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("choice", "reason"), [("required", "tool_calls"), ("named", "stop")])
+def test_a_call_is_a_reason_to_end_unless_the_request_has_named_it(
+    stream: bool, choice: str, reason: str
+) -> None:
+    path = "/v1/chat/completions"
+    client = ScriptedClient(TOKENIZER, ['[{"name": "weather", "arguments": {}}]'])
+    chosen = NAMED[path] if choice == "named" else choice
+    answer = say(client, path, {**CHAT, "tool_choice": chosen, "stream": stream})
+    assert f'"finish_reason":"{reason}"' in answer.text.replace(" ", "")
+    assert '"tool_calls":[' in answer.text.replace(" ", "")
+
+
 @pytest.mark.parametrize(
     "asked", [{"guided_regex": "a+"}, {"structured_outputs": {"choice": ["a"]}}]
 )
