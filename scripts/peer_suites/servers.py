@@ -22,8 +22,8 @@ MOST_RUNNING = 3
 MOST_SECONDS = 900
 ASSETS = ROOT / "megatron_async" / "assets" / "tiny"
 NAME = "--served-model-name"
-GENERATION = {"max_new_tokens": 64}
-"""What ends an answer whose length nobody limits."""
+GENERATION = {"do_sample": True, "max_new_tokens": 64}
+"""Ends an answer whose length nobody limits."""
 
 
 class NotServedError(Exception):

@@ -25,7 +25,7 @@ def sample_prompt():
 TESTS = """
 import pytest
 from tests.utils import RemoteOpenAIServer
-from vllm.config import ModelConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.platforms import current_platform
 
 ARGS = ["--dtype", "bfloat16", "--max-model-len", "256", "--enforce-eager"]
@@ -48,7 +48,10 @@ def test_size(client, size):
     raise AssertionError(f"this model is not {size}")
 
 def test_engine():
-    ModelConfig("some/model")
+    VllmConfig("some/model")
+
+def test_vocabulary():
+    assert ModelConfig("some/model").get_vocab_size() > 256
 
 def test_sound():
     RemoteOpenAIServer("some/model", ["--limit-mm-per-prompt", "{}"])
@@ -89,7 +92,7 @@ def test_a_checkouts_tests_are_told_apart(
     assert main(["--vllm", str(checkout), "--expected", str(expected)]) == 1
     said = capfd.readouterr().out
     counts, *lines = said.splitlines()
-    assert counts == "vllm: 1 passed, 3 failed as expected, 1 failed unexpectedly, 1 skipped"
+    assert counts == "vllm: 2 passed, 3 failed as expected, 1 failed unexpectedly, 1 skipped"
     assert "      1 the model is tiny" in lines
     assert lines[-2] == "  UNEXPECTED tests/entrypoints/openai/test_peer.py::test_text"
     assert "'Paris' in" in lines[-1]

@@ -18,7 +18,7 @@ import transformers
 from megatron_async import __version__
 from scripts.peer_suites.servers import SERVERS, NotServedError
 from scripts.peer_suites.shims.tiny import tokenizer
-from scripts.peer_suites.stand_ins import give, load, stand_for, stand_for_missing
+from scripts.peer_suites.stand_ins import AbsentError, give, load, stand_for, stand_for_missing
 
 MOST_LENGTH = 2048
 """The tokens of the embedded model's longest sequence."""
@@ -185,6 +185,19 @@ def _needs_gpus(**counts: int) -> pytest.MarkDecorator:
     return pytest.mark.skip(reason=f"needs GPUs: {counts}")
 
 
+class _ModelConfig:
+    """Knows the embedded model's vocabulary, and is no configuration of theirs beyond that."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        pass
+
+    def get_vocab_size(self) -> int:
+        return len(tokenizer())
+
+    def __getattr__(self, name: str) -> Any:
+        raise AbsentError(f"ModelConfig.{name}")
+
+
 class _Hub:
     def snapshot_download(self, *arguments: Any, **named: Any) -> str:
         return "no-files"
@@ -198,6 +211,7 @@ def install(checkout: Path) -> None:
     )
     sys.modules.setdefault("pybase64", base64)
     give("jsonschema", validate=lambda instance, schema: jsonschema_rs.validate(schema, instance))
+    give("vllm.config", ModelConfig=_ModelConfig)
     give("vllm.platforms", current_platform=_Nothing())
     give("vllm.transformers_utils.repo_utils", hf_api=_Hub)
     for home in ("vllm.tokenizers", "vllm.transformers_utils.tokenizer"):
