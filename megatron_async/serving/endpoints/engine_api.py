@@ -47,10 +47,12 @@ class DetokenizeRequest(Body):
 
 
 class PauseRequest(Body):
-    """``POST /pause``: what becomes of running requests, and how long they are waited for."""
+    """``POST /pause``: what becomes of running requests, and how long they are waited for; and
+    whether cached prefixes are forgotten then."""
 
     mode: PauseMode | None = None
     timeout: Seconds | None = None
+    clear_cache: bool = False
 
 
 class WeightsRequest(Body):
@@ -142,6 +144,14 @@ async def detokenize(front: Frontend, body: DetokenizeRequest) -> dict[str, Any]
         return {"prompt": await front.generator.texts.run(len(body.tokens), text)}
     except RequestError as error:
         raise ApiError(400, str(error), param="tokens") from None
+
+
+async def pause(front: Frontend, asked: PauseRequest) -> dict[str, Any]:
+    """Pause the engine; raises as ``Generator.command``."""
+    state = await front.generator.command("pause", mode=asked.mode, timeout=asked.timeout)
+    if asked.clear_cache:
+        await front.generator.command("reset_prefix_cache")
+    return state
 
 
 async def weights(front: Frontend, body: WeightsRequest) -> dict[str, Any]:

@@ -232,11 +232,13 @@ def _add_engine(app: FastAPI, front: Frontend) -> None:
         body: engine_api.PauseRequest | None = None,
         mode: engine_api.PauseMode | None = None,
         wait_for_inflight_requests: bool = False,
+        clear_cache: bool = False,
     ) -> Response:
         asked = body or engine_api.PauseRequest()
         default: engine_api.PauseMode = "wait" if wait_for_inflight_requests else "keep"
-        chosen = asked.mode or mode or default
-        return json_response(await command("pause", mode=chosen, timeout=asked.timeout))
+        chosen: dict[str, Any] = {"mode": asked.mode or mode or default}
+        chosen["clear_cache"] = asked.clear_cache or clear_cache
+        return json_response(await engine_api.pause(front, asked.model_copy(update=chosen)))
 
     @app.post("/resume", response_model=None)
     @needs(Access.ADMINISTRATOR)

@@ -53,6 +53,23 @@ def test_an_engine_that_was_given_up_is_not_worth_another_try(
 
 
 @pytest.mark.parametrize(
+    ("query", "body", "more"),
+    [
+        ("?clear_cache=true&mode=abort", None, ["reset_prefix_cache"]),
+        ("", {"clear_cache": True}, ["reset_prefix_cache"]),
+        ("?clear_cache=false", None, []),
+        ("", {}, []),
+    ],
+)
+def test_a_pause_forgets_cached_prefixes_where_it_is_told_to(
+    server: Served, client: httpx.Client, query: str, body: Any, more: list[str]
+) -> None:
+    server.client.commands.clear()
+    client.post(f"/pause{query}", json=body).raise_for_status()
+    assert [name for name, _ in server.client.commands] == ["pause", *more]
+
+
+@pytest.mark.parametrize(
     ("error", "status"), [(BusyError("another one"), 409), (MegatronAsyncError("secret"), 500)]
 )
 def test_errors_of_controls_have_a_status_of_their_own(
