@@ -51,6 +51,7 @@ WITHOUT_EFFECT = {
     "--enable-prefix-caching": 0,
     "--enable-prompt-tokens-details": 0,
     "--enable-request-id-headers": 0,
+    "--enable-tokenizer-info-endpoint": 0,
     "--enforce-eager": 0,
     "--gpu-memory-utilization": 1,
     "--load-format": 1,
