@@ -20,6 +20,7 @@ class Suite:
         marker: a regular expression; a file with it is a test of a server over HTTP.
         conftest: whether its ``conftest.py`` are taken.
         plugins: files of fixtures that are taken in their place, where they are there.
+        options: further ones of pytest.
         classes: module of this package with tests that the project has in pieces.
         pieces: patterns of the files with those pieces, below the checkout.
     """
@@ -31,6 +32,7 @@ class Suite:
     marker: str = ""
     conftest: bool = True
     plugins: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
     classes: str = ""
     pieces: tuple[str, ...] = ()
 
@@ -39,7 +41,7 @@ class Suite:
         there = (each for each in self.plugins if (checkout / each).exists())
         names = [each.removesuffix(".py").replace("/", ".") for each in there]
         alone = ["--noconftest"] if not self.conftest else []
-        return [*alone, *(word for name in names for word in ("-p", name))]
+        return [*alone, *self.options, *(word for name in names for word in ("-p", name))]
 
     def tests(self, checkout: Path) -> list[str]:
         """Their files, relative to ``folder``, and ours with the classes."""
@@ -100,6 +102,7 @@ SUITES = (
             "tests/api_resources/test_responses.py",
             "tests/api_resources/chat/test_completions.py",
         ),
+        options=("--asyncio-mode=auto",),
     ),
     Suite(
         name="lmdeploy",
