@@ -88,6 +88,7 @@ class SamplingFields(OwnFields):
     num_speculative_tokens: Annotated[Integer | None, range_of("num_speculative_tokens")] = None
 
     names: ClassVar[dict[str, str]] = {}
+    length_field: ClassVar[str] = "max_tokens"
 
     @property
     def num_choices(self) -> int:
@@ -125,13 +126,17 @@ class SamplingFields(OwnFields):
         """This with fields in place of those that it leaves out, by the names that they have here
         or in ``SamplingParams``."""
         names = {"num_tokens_to_generate": "max_tokens"}
+    def with_defaults(self, defaults: Mapping[str, float | int]) -> Self:
+        """This with fields of ``SamplingParams`` in place of those that it leaves out."""
+        length = self.length_field
+        names = {"num_tokens_to_generate": length}
         named = {names.get(name, name): value for name, value in defaults.items()}
         given = {k: v for k, v in named.items() if getattr(self, k) is None}
         if self.num_new_tokens_given:
-            given.pop("max_tokens", None)
-        elif "max_tokens" in given:
+            given.pop(length, None)
+        elif length in given:
             # What the client has sent goes before what it has not.
-            given["max_tokens"] = max(given["max_tokens"], self.min_tokens or 0)
+            given[length] = max(given[length], self.min_tokens or 0)
         return self.model_copy(update=given) if given else self
 
     def params(self, max_choices: int) -> SamplingParams:

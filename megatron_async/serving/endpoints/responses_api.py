@@ -110,6 +110,7 @@ class ResponsesRequest(SamplingFields):
         "messages": "input",
         "response_format": "text",
     }
+    length_field: ClassVar[str] = "max_output_tokens"
 
     @property
     def log_probs(self) -> int | None:
@@ -122,6 +123,11 @@ class ResponsesRequest(SamplingFields):
     def num_new_tokens(self) -> int | None:
         """See the base."""
         return self.max_output_tokens
+
+    @property
+    def num_new_tokens_given(self) -> bool:
+        """See the base."""
+        return self.max_output_tokens is not None
 
     @property
     def effort(self) -> str | None:
@@ -174,6 +180,7 @@ async def create_response(front: Frontend, request: Request, body: ResponsesRequ
         params,
         names=body.engine_names(),
         priority=body.priority,
+        cap_length=not body.num_new_tokens_given,
         skip_special_tokens=body.skip_special_tokens is not False,
         markers=front.chat.markers(tools),
         name=name,

@@ -276,6 +276,15 @@ def test_a_default_length_is_cut_to_what_fits(path: str) -> None:
         assert used.get("completion_tokens", used.get("output_tokens")) >= 5
 
 
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_a_default_length_ends_the_answers_of_each_endpoint(path: str) -> None:
+    body = {name: value for name, value in ENDPOINTS[path].items() if "max" not in name}
+    defaults = {"num_tokens_to_generate": 3}
+    with served(engine(), sampling_defaults=defaults) as server, http(server) as client:
+        used = post(client, path, **body, ignore_eos=True)["usage"]
+        assert used.get("completion_tokens", used.get("output_tokens")) == 3
+
+
 @pytest.mark.parametrize("temperature", [1e-8, 5e-324, 9e-6])
 @pytest.mark.parametrize("path", ENDPOINTS)
 def test_a_temperature_next_to_nothing_is_greedy(
