@@ -45,10 +45,11 @@ def absent(name: str) -> type:
 class _AbsentModule(ModuleType):
     __path__ = ()  # type: ignore[assignment]
 
-    def __getattr__(self, name: str) -> type:
+    def __getattr__(self, name: str) -> type | ModuleType:
         if name.startswith("__"):
             raise AttributeError(name)
-        return absent(f"{self.__name__}.{name}")
+        called = f"{self.__name__}.{name}"
+        return sys.modules.get(called) or absent(called)
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -75,7 +75,9 @@ def _load_kits(checkout: Path) -> None:
     home = inside if inside.is_dir() else checkout
     for kit in KITS:
         name = f"sglang.test.kits.{kit}_kit"
-        load(name, home.joinpath(*name.split(".")).with_suffix(".py"))
+        path = home.joinpath(*name.split(".")).with_suffix(".py")
+        if path.exists():
+            load(name, path)
 
 
 def install(checkout: Path) -> None:
