@@ -25,10 +25,11 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """What the text must be."""
+    """What the text must be. A ``json_object`` may have a schema, as in llama.cpp."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
 
 def structure_of_format(format: ResponseFormat | None) -> dict[str, Any] | None:
@@ -36,7 +37,7 @@ def structure_of_format(format: ResponseFormat | None) -> dict[str, Any] | None:
     if format is None or format.type == "text":
         return None
     if format.type == "json_object":
-        return {"json_object": True}
+        return {"json_object": True} if format.schema_ is None else {"json": format.schema_}
     if format.json_schema is None:
         said = "response_format of type json_schema needs json_schema"
         raise ApiError(400, said, param="response_format.json_schema")

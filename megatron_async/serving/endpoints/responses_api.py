@@ -64,11 +64,12 @@ class TextFormat(Body):
     def response_format(self) -> ResponseFormat:
         """The same for chat; raises ApiError without a schema."""
         if self.type != "json_schema":
-            return ResponseFormat(type=self.type)
+            return ResponseFormat(type=self.type, schema=self.schema_)
         if self.schema_ is None:
             said = "text.format of type json_schema needs schema"
             raise ApiError(400, said, param="text.format.schema")
-        return ResponseFormat(type=self.type, json_schema=JsonSchema(schema=self.schema_))
+        schema = JsonSchema(schema=self.schema_)
+        return ResponseFormat(type=self.type, json_schema=schema, schema=None)
 
 
 class TextOptions(Body):

@@ -15,6 +15,10 @@ NOT_SERVED = ("server_embeddings", "server_reranking", "mmproj_url", "lora_files
 """Settings of their servers that have no counterpart."""
 
 
+NAMES = ("gpt-3.5-turbo-instruct", "davinci-002", "gpt-4.1")
+"""Their server takes any name of a model."""
+
+
 def options(settings: dict[str, Any]) -> list[str]:
     """This server's options for the settings of one of theirs, which says ``None`` to what it
     leaves to a default.
@@ -31,7 +35,7 @@ def options(settings: dict[str, Any]) -> list[str]:
     if settings["api_key"]:
         found += ["--api-key", settings["api_key"]]
     if settings["model_alias"]:
-        found += ["--served-model-name", settings["model_alias"]]
+        found += ["--served-model-name", settings["model_alias"], *NAMES]
     return found
 
 
