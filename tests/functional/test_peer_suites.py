@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from scripts.peer_suites.shims.sglang import options as sglang_options
 from scripts.peer_suites.shims.triton import options as triton_options
 from scripts.peer_suites.shims.vllm import options as vllm_options
 from scripts.peer_suites.suites import SUITES
-from scripts.peer_suites.verdicts import Ended, judge, read_expected
+from scripts.peer_suites.verdicts import Ended, Expected, judge, read_expected
 
 CONFTEST = """
 import pytest
@@ -127,8 +128,13 @@ def test_the_first_entry_that_fits_counts(tmp_path: Path) -> None:
     assert len(judge("other", tests, read_expected(path)).unexpected) == 3
 
 
-def test_each_entry_of_ours_has_a_reason() -> None:
-    assert all(each.reason for each in read_expected())
+def test_each_entry_of_ours_has_a_reason_and_valid_patterns() -> None:
+    names = {suite.name for suite in SUITES}
+    for each in read_expected():
+        assert each.reason
+        assert each.suite == Expected.suite or each.suite in names
+        for pattern in (*each.test, each.error):
+            re.compile(pattern)
 
 
 def test_vllms_options_become_ours() -> None:

@@ -15,7 +15,7 @@ NOT_SERVED = ("server_embeddings", "server_reranking", "mmproj_url", "lora_files
 """Settings of their servers that have no counterpart."""
 
 
-NAMES = ("gpt-3.5-turbo-instruct", "davinci-002", "gpt-4.1")
+NAMES = ("gpt-3.5-turbo", "gpt-3.5-turbo-instruct", "davinci-002", "gpt-4.1")
 """Their server takes any name of a model."""
 
 
