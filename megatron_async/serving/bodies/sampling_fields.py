@@ -125,9 +125,6 @@ class SamplingFields(OwnFields):
     def with_defaults(self, defaults: Mapping[str, Any]) -> Self:
         """This with fields in place of those that it leaves out, by the names that they have here
         or in ``SamplingParams``."""
-        names = {"num_tokens_to_generate": "max_tokens"}
-    def with_defaults(self, defaults: Mapping[str, float | int]) -> Self:
-        """This with fields of ``SamplingParams`` in place of those that it leaves out."""
         length = self.length_field
         names = {"num_tokens_to_generate": length}
         named = {names.get(name, name): value for name, value in defaults.items()}

@@ -42,7 +42,7 @@ OPEN_PATHS = frozenset({"/", "/health", "/v1/health", "/version", "/metrics"})
 LIVE_PATH = "/live"
 UNTRACED_PATHS = OPEN_PATHS | {LIVE_PATH}
 """Are asked now and then, or last for as long as somebody looks."""
-GENERATING_PATHS = frozenset(tracing.OPERATIONS)
+GENERATING_PATHS = frozenset(spans.OPERATIONS)
 """Paths of routes that are counted in the metrics."""
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
