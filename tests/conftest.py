@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -92,6 +94,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         if config.getoption("--quick") and is_test and collection_path.name not in QUICK
         else None
     )
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What the package logs, whatever has set its logger up before."""
+    logger = logging.getLogger("megatron_async")
+    kept, logger.propagate = logger.propagate, True
+    yield caplog
+    logger.propagate = kept
 
 
 def pytest_collection_finish() -> None:

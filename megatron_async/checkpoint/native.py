@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from megatron_async.checkpoint.megatron.padded_vocabulary import PaddedVocabulary
 from megatron_async.checkpoint.reading.files import (
     SINGLE_FILE,
     Description,
@@ -21,13 +22,15 @@ from megatron_async.checkpoint.reading.files import (
     stored_shapes,
 )
 from megatron_async.checkpoint.targets import Stage, TensorParallel
-from megatron_async.errors import CheckpointError
+from megatron_async.errors import CheckpointError, shown
 from megatron_async.models.description.config import ModelConfig
 
 FORMAT = "megatron_async"
 FORMAT_VERSION = 1
 
-_FIELDS = {"format", "format_version", "model", "eos_token_ids", "bos_token_id", "dtype"}
+_FIELDS = {
+    "format", "format_version", "model", "eos_token_ids", "bos_token_id", "dtype", "token_count",
+}  # fmt: skip
 
 
 def write_config(
@@ -37,8 +40,13 @@ def write_config(
     eos_token_ids: Sequence[int] = (),
     bos_token_id: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    token_count: int | None = None,
 ) -> None:
-    """Write the ``config.json`` that native and ``dist_checkpointing`` directories need."""
+    """Write the ``config.json`` that native and ``dist_checkpointing`` directories need.
+
+    Args:
+        token_count: ids that are tokens, where the rest of the vocabulary is padding; None for all.
+    """
     values = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -46,8 +54,16 @@ def write_config(
         "eos_token_ids": list(eos_token_ids),
         "bos_token_id": bos_token_id,
         "dtype": dtype_name(dtype),
+        **({} if token_count is None else {"token_count": token_count}),
     }
     (Path(path) / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+
+
+def token_count_of(model: torch.nn.Module) -> int | None:
+    """The ids of a model that are tokens; None for all."""
+    from megatron_async.models.gpt import Inference
+
+    return model.token_count if isinstance(model, Inference) else None
 
 
 def copy_tokenizer_files(path: str | Path, tokenizer_files: Iterable[str | Path]) -> None:
@@ -92,7 +108,12 @@ def save_native(
     copy_tokenizer_files(directory, tokenizer_files)
     # Last: a directory with a config.json is a whole one.
     write_config(
-        directory, config, eos_token_ids=eos_token_ids, bos_token_id=bos_token_id, dtype=dtype
+        directory,
+        config,
+        eos_token_ids=eos_token_ids,
+        bos_token_id=bos_token_id,
+        dtype=dtype,
+        token_count=token_count_of(model),
     )
 
 
@@ -127,7 +148,19 @@ def describe(directory: Path, values: dict[str, Any]) -> Description:
     size = config.vocab_size
     parse_token_ids(path, "bos_token_id", values.get("bos_token_id"), size)
     eos_token_ids = parse_token_ids(path, "eos_token_ids", values.get("eos_token_ids"), size)
-    return Description(config, eos_token_ids, parse_dtype(path, values.get("dtype")))
+    dtype = parse_dtype(path, values.get("dtype"))
+    return Description(config, eos_token_ids, dtype, _vocabulary(path, values, size))
+
+
+def _vocabulary(path: Path, values: dict[str, Any], rows: int) -> PaddedVocabulary | None:
+    count = values.get("token_count")
+    if count is None:
+        return None
+    if type(count) is not int or not 0 < count <= rows:
+        raise CheckpointError(
+            f"{path}: token_count={shown(count)} must be an integer of 1 to {rows}"
+        )
+    return PaddedVocabulary(count, multiple=1)
 
 
 def weights_of(directory: Path, config: ModelConfig, model: torch.nn.Module) -> SafetensorsWeights:

@@ -38,7 +38,7 @@ class DraftingHashModel(HashModel):
         length, size = int(state.kv_length[slot]), context.block_size_tokens
         positions = torch.arange(length)
         places = state.block_table[slot][positions // size] * size + positions % size
-        salt = int(self._salt)
+        salt = int(self.salt)
         cells = context.kv_cache[0, 0, :, :, 0, 0].reshape(-1)[places]
         tokens = [*(cells - 97 * salt).tolist(), int(state.last_token[slot])]
         drafts = []

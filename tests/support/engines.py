@@ -33,20 +33,21 @@ def hash_engine(
     depth: int,
     *,
     model: Any = None,
+    draft: Any = None,
     device: Device | None = None,
     device_name: str = "cpu",
     tokenizer: Any = None,
     **values: Any,
 ) -> DynamicInferenceEngine:
-    """An engine over the hash model, with debug checks on. A request may have all tokens of the
-    model, however small the cache is."""
+    """An engine over the hash model, with debug checks on; ``draft`` is a network that drafts for
+    it. A request may have all tokens of the model, however small the cache is."""
     values.setdefault("debug", True)
     model = model or HashModel(device_name)
     values.setdefault("max_sequence_length", model.max_sequence_length)
     drafts = getattr(model, "num_speculative_tokens", 0)
     config = config_at(depth, device=device_name, **{"num_speculative_tokens": drafts, **values})
     return DynamicInferenceEngine(
-        ServedModel(network=model, tokenizer=tokenizer), config, device=device
+        ServedModel(network=model, tokenizer=tokenizer, draft=draft), config, device=device
     )
 
 

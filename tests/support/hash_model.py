@@ -49,6 +49,9 @@ class HashModel(Network):
     history = staticmethod(hash_history)
     """What its logits are made of."""
 
+    salt: torch.Tensor
+    """The weights, int64 [1]."""
+
     def __init__(self, device: str = "cpu") -> None:
         self.vocab_size = VOCAB_SIZE
         self.max_sequence_length = MAX_LENGTH
@@ -59,7 +62,7 @@ class HashModel(Network):
         self._positions = torch.arange(MAX_LENGTH, device=device)
         self._weights = torch.tensor(WEIGHTS, device=device)
         self._ids = torch.arange(VOCAB_SIZE, device=device)
-        self._salt = torch.zeros(1, dtype=torch.int64, device=device)
+        self.salt = torch.zeros(1, dtype=torch.int64, device=device)
 
     def further_layers(
         self,
@@ -73,7 +76,7 @@ class HashModel(Network):
 
     def update_weights(self, source: dict[str, int]) -> None:
         """The only weight is the salt."""
-        self._salt.fill_(source["salt"])
+        self.salt.fill_(source["salt"])
 
     def read_weights(self, source: Any, **checks: bool) -> Callable[[], None]:
         return partial(self.update_weights, source)
@@ -86,7 +89,7 @@ class HashModel(Network):
         blocks = context.block_table[context.token_slots][:, positions // block_size]
         places = blocks * block_size + positions % block_size
         seen = positions < position_ids[:, None] + 1
-        state, weights = token_ids + 97 * self._salt, self._weights[: len(positions)]
+        state, weights = token_ids + 97 * self.salt, self._weights[: len(positions)]
         for layer in (0, 1):
             cells = context.kv_cache[layer, 0, :, :, 0, 0].view(-1)
             cells[context.slot_mapping] = state

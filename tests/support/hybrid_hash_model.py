@@ -69,7 +69,7 @@ class HybridLayers(HashModel):
     ) -> Tensor:
         states = context.states
         assert states is not None and states.step is not None
-        salted = token_ids + 97 * self._salt
+        salted = token_ids + 97 * self.salt
         expert = (7 * salted + 13 * position_ids) % len(EXPERTS)
         expert = torch.where(context.padding_mask[0], NO_EXPERT, expert)
         if not expert.is_cuda:

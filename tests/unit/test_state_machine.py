@@ -1,11 +1,11 @@
 """Everything that can happen to a request, in any order, against the oracle.
 
 Hypothesis drives the real engine: hash model, CPU device, jitter and poison on, tiny caches, every
-depth, rows of one token and windows of drafts that err now and then, always or never; by hand, and
-by the engine's own thread, which must have a reason whenever it sleeps. Each part is
-a test of its own, so that they run side by side, and has witnesses of its own: what it went
-through, against the rule steps that it took. ``--state-machine-examples N`` runs a
-longer profile.
+depth, rows of one token and windows of drafts that err now and then, always or never, of the model
+itself or of one with fewer positions; by hand, and by the engine's own thread, which must have a
+reason whenever it sleeps. Each part is a test of its own, so that they run side by side, and has
+witnesses of its own: what it went through, against the rule steps that it took.
+``--state-machine-examples N`` runs a longer profile.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from megatron_async.request.request import DynamicInferenceRequest, Status
 from tests.support.drafting_model import DraftingHashModel
 from tests.support.drawn_asks import LOG_PROBS, LONGEST_PROMPT, MOST_NEW, asks_at, changes
 from tests.support.engines import hash_engine, sampling_params
+from tests.support.hash_draft_model import HashDraftModel
+from tests.support.hash_model import HashModel
 from tests.support.hash_tokenizer import hash_tokenizer
 from tests.support.hybrid_hash_model import HybridDraftingHashModel
 from tests.support.log_probs import check_log_probs
@@ -72,6 +74,11 @@ class Part:
         """Rows bring several tokens."""
         return max(self.windows) > 1
 
+    @property
+    def draft_limits(self) -> tuple[int | None, ...]:
+        """Positions of a model that drafts; None is that the model drafts itself."""
+        return DRAFT_LIMITS if self.drafts and not self.recurrent else (None,)
+
     def engines(self) -> st.SearchStrategy[dict[str, Any]]:
         """Keyword arguments of ``hash_engine`` and of its model. The cache holds one longest
         request, and a share ``spare`` more."""
@@ -86,6 +93,7 @@ class Part:
                 "jitter_seed": st.integers(0, 1000),
                 "window": st.sampled_from(self.windows),
                 "error_rate": st.sampled_from((0.0, 0.3, 0.3, 1.0)),
+                "draft_limit": st.sampled_from(self.draft_limits),
                 "adaptive_speculation": st.booleans() if self.drafts else st.just(False),
                 "state_snapshot_count": st.sampled_from((None, None, 1, 3)),
                 "pipeline_micro_batches": st.sampled_from(self.micro_batches),
@@ -97,6 +105,8 @@ class Part:
         return {**values, "block_count": int(smallest * (1 + values["spare"]))}
 
 
+DRAFT_LIMITS = (None, None, 9, 20, LONGEST_PROMPT + MOST_NEW)
+"""The smallest ends most requests' drafts at their beginning, the largest those of none."""
 STEP_COSTS = tuple((8, window, 1 + 0.2 * window) for window in range(1, 5))
 SMALL, LARGE, ANY = (1, 2, 3), (3, 4, 5, 8), (1, 2, 3, 4, 8, 64)
 DRAFTS = (2, 3, 4, 4)
@@ -151,12 +161,11 @@ class EngineMachine(RuleBasedStateMachine):
         values.pop("spare")
         self.block_count = values["block_count"]
         self.window = values.pop("window")
-        model = self.part.model(self.window - 1, values.pop("error_rate"))
+        self.draft_limit = values.pop("draft_limit")
+        values["model"] = self.make_model(values, self.draft_limit)
         if values["adaptive_speculation"]:
             values["speculative_step_costs"] = STEP_COSTS
-        self.engine = hash_engine(
-            self.part.depth, model=model, tokenizer=hash_tokenizer(), **values
-        )
+        self.engine = hash_engine(self.part.depth, tokenizer=hash_tokenizer(), **values)
         self.tickets = TokenTickets()
         self.engine.observe(self.tickets)
         self.sink = TokenSink()
@@ -181,6 +190,16 @@ class EngineMachine(RuleBasedStateMachine):
         self.resets_asked = 0
         self.cached = 0
         self.counted: list[EngineCounters] = [self.engine.counters]
+
+    def make_model(self, values: dict[str, Any], draft_limit: int | None) -> HashModel:
+        """What the engine runs; ``values`` get another that drafts for it, if one does."""
+        drafts, error_rate = self.window - 1, values.pop("error_rate")
+        if draft_limit is None:
+            return self.part.model(drafts, error_rate)
+        model = HashModel()
+        values["draft"] = HashDraftModel(model, draft_limit, error_rate)
+        values["num_speculative_tokens"] = drafts
+        return model
 
     # --- rules --------------------------------------------------------------------------------
 
@@ -399,10 +418,20 @@ class EngineMachine(RuleBasedStateMachine):
         check_log_probs(request, salts, of_prompts=of_prompts, history=history)
         self.totals["log_probs"] += len(request.generated_log_probs or ())
         self.totals["prompt_log_probs"] += len(request.prompt_log_probs or ())
+        self.check_draft_limit(request, len(ask.prompt))
         counts = request.counters
         assert counts.committed == len(request.generated_tokens)
         assert counts.launched + counts.accepted == counts.committed + counts.discarded
         assert sum(counts.accepted_by_position) == counts.accepted <= counts.drafted
+
+    def check_draft_limit(self, request: DynamicInferenceRequest, prompt: int) -> None:
+        """Each row with drafts begins within the table of what drafts, and brings a token."""
+        counts, limit = request.counters, self.draft_limit
+        if limit is None or counts.restarts:
+            return
+        assert counts.drafted <= (self.window - 1) * max(0, limit - prompt)
+        went_on = prompt + len(request.generated_tokens) > limit
+        self.totals["went_on_without_drafts"] += went_on and counts.drafted > 0
 
 
 RARE = (
@@ -446,6 +475,8 @@ def too_few(part: Part, totals: Counter[str]) -> list[str]:
         enough["tokens_accepted"] = totals["tokens_accepted"] >= steps / 10
         enough["ends_inside_windows"] = totals["ends_inside_windows"] > 0
         enough["narrow_steps"] = totals["narrow_steps"] > 0
+        if len(part.draft_limits) > 1:
+            enough["went_on_without_drafts"] = totals["went_on_without_drafts"] > 0
     if part.depth:
         enough["tokens_discarded"] = totals["tokens_discarded"] >= steps / 10
         enough["steps_overlapped"] = totals["steps_overlapped"] > 0.8 * committed

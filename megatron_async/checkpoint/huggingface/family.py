@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron_async.checkpoint.huggingface.expert_weights import ExpertNames
-from megatron_async.checkpoint.huggingface.field_table import TABLE
+from megatron_async.checkpoint.huggingface.field_table import MXFP4, TABLE
 from megatron_async.checkpoint.huggingface.rope_fields import rope
 from megatron_async.checkpoint.reading.fields import Fields
 from megatron_async.models.description.config import ModelConfig
@@ -94,6 +94,7 @@ class Family:
         names: of the stored tensors.
         defaults: what transformers assumes where ``config.json`` is silent.
         aliases: names in ``config.json`` of the fields that :func:`common` reads.
+        also: further names that transformers takes for a field of the file, and lets win.
         gated: the MLP has a gate.
         partial_rotary: a part of each head may be rotated.
         has_rope: :func:`common` reads the rotary embeddings.
@@ -107,6 +108,7 @@ class Family:
     names: Names = Names()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    also: Mapping[str, str] = field(default_factory=dict)
     gated: bool = True
     partial_rotary: bool = False
     has_rope: bool = True
@@ -121,7 +123,9 @@ class Family:
                 package cannot do.
         """
         TABLE[self.model_type].check(values)
-        fields = Fields(values, self.defaults, self.aliases, rope_kinds=self.rope_kinds)
+        fields = Fields(
+            values, self.defaults, self.aliases, rope_kinds=self.rope_kinds, also=self.also
+        )
         found = {**common(self, fields), **self.config(fields)}
         window = found.get("sliding_window")
         longest = found["max_sequence_length"]
@@ -137,6 +141,8 @@ class Family:
 def common(family: Family, fields: Fields) -> dict[str, Any]:
     """What most types of models have under the same names."""
     _check_quantization(family, fields)
+    if not fields.values.get("is_causal", True):  # a null too lets tokens see what is behind them
+        raise fields.unsupported("is_causal", "true")
     hidden_size = fields.read("hidden_size", int)
     heads = fields.read("num_attention_heads", int)
     if heads < 1:
@@ -180,6 +186,8 @@ def _check_quantization(family: Family, fields: Fields) -> None:
     if found is not None and (method is None or method != family.quantization):
         own = "" if family.quantization is None else f", or quant_method {family.quantization!r}"
         raise fields.unsupported("quantization_config", f"unquantized weights{own}")
+    if isinstance(found, dict):
+        MXFP4.check(found, of="quantization_config")
 
 
 def layer_count(fields: Fields) -> int:

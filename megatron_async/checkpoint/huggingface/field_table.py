@@ -9,7 +9,7 @@ from __future__ import annotations
 from megatron_async.checkpoint.reading.field_uses import FieldUses
 
 LIBRARY = FieldUses.of(
-    heeded="architectures model_type dtype torch_dtype quantization_config eos_token_id",
+    heeded="architectures model_type dtype torch_dtype quantization_config eos_token_id is_causal",
     neutral="transformers_version auto_map name_or_path bos_token_id pad_token_id sep_token_id "
     "decoder_start_token_id tokenizer_class use_cache return_dict return_dict_in_generate "
     "output_attentions output_hidden_states output_scores torchscript id2label label2id "
@@ -19,8 +19,14 @@ LIBRARY = FieldUses.of(
     cross_attention_hidden_size=(),
     add_cross_attention=(False,),
     pruned_heads=({},),
+    per_layer_config=({},),
+    transformers_weights=(),
+    quantization=(),
+    compression_config=(),
 )
-"""What transformers writes for every type."""
+"""What transformers takes for every type, and where others say how weights are quantized."""
+MXFP4 = FieldUses.of("quant_method", "modules_to_not_convert dequantize")
+"""``quantization_config`` of GPT-OSS: the names of stored tensors say which are packed."""
 TRAINING = FieldUses.of(
     neutral="attention_dropout resid_pdrop embd_pdrop attn_pdrop hidden_dropout residual_dropout "
     "embedding_dropout classifier_dropout router_aux_loss_coef output_router_logits "
@@ -66,7 +72,7 @@ TABLE: dict[str, FieldUses] = {
     "cohere": BASE | BIAS | NO_WINDOW
     | FieldUses.of("layer_norm_eps logit_scale use_qk_norm", "rms_norm_eps mlp_bias"),
     "deepseek_v2": BASE | NO_WINDOW | FieldUses.of(
-        "n_routed_experts num_experts_per_tok moe_intermediate_size n_shared_experts "
+        "n_routed_experts num_experts num_experts_per_tok moe_intermediate_size n_shared_experts "
         "routed_scaling_factor first_k_dense_replace topk_method n_group topk_group kv_lora_rank "
         "q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim",
         "num_key_value_heads head_dim ep_size num_nextn_predict_layers qk_head_dim",
@@ -81,7 +87,8 @@ TABLE: dict[str, FieldUses] = {
     "glm4": BASE | BIAS | NO_WINDOW | FieldUses.of(neutral="mlp_bias"),
     "gpt2": LIBRARY | TRAINING | FieldUses.of(
         "n_embd n_head n_layer n_positions n_inner layer_norm_epsilon activation_function "
-        "vocab_size tie_word_embeddings scale_attn_weights",
+        "vocab_size tie_word_embeddings scale_attn_weights hidden_size max_position_embeddings "
+        "num_attention_heads num_hidden_layers",
         "n_ctx summary_type summary_use_proj summary_activation summary_proj_to_labels "
         "summary_first_dropout summary_last_dropout reorder_and_upcast_attn "
         "attention_bias mlp_bias num_key_value_heads",
@@ -93,14 +100,14 @@ TABLE: dict[str, FieldUses] = {
         head_dim=(),
     ),
     "gpt_oss": BASE | BIAS | BY_LAYER | FieldUses.of(
-        "num_local_experts num_experts_per_tok swiglu_limit",
+        "num_local_experts num_experts num_experts_per_tok swiglu_limit",
         "initial_context_length experts_per_token mlp_bias norm_topk_prob",
         swiglu_alpha=(1.702,),
     ),
     "granite": BASE | BIASES | MULTIPLIERS | NO_WINDOW,
     "granitemoehybrid": BASE | BIAS | MAMBA | MULTIPLIERS | FieldUses.of(
-        "layer_types shared_intermediate_size num_local_experts num_experts_per_tok "
-        "position_embedding_type",
+        "layer_types layers_block_type shared_intermediate_size num_local_experts "
+        "num_experts_per_tok position_embedding_type",
         "mlp_bias",
     ),
     "helium": BASE | BIASES | NO_WINDOW,
@@ -118,22 +125,26 @@ TABLE: dict[str, FieldUses] = {
     "ministral3": BASE | ALL_LAYERS | FieldUses.of(neutral="attention_bias mlp_bias"),
     "mistral": BASE | ALL_LAYERS | FieldUses.of(neutral="attention_bias mlp_bias"),
     "mixtral": BASE | ALL_LAYERS | FieldUses.of(
-        "num_local_experts num_experts_per_tok", "attention_bias mlp_bias norm_topk_prob"
+        "num_local_experts num_experts num_experts_per_tok",
+        "attention_bias mlp_bias norm_topk_prob",
     ),
     "nemotron_h": LIBRARY | TRAINING | SIZES | FieldUses.of(
         "mlp_bias hybrid_override_pattern layer_types layers_block_type attention_head_dim "
         "mlp_hidden_act layer_norm_epsilon mamba_num_heads mamba_head_dim n_groups ssm_state_size "
         "conv_kernel use_conv_bias use_bias mamba_hidden_act time_step_limit n_routed_experts "
         "num_experts_per_tok n_group topk_group norm_topk_prob routed_scaling_factor "
-        "moe_intermediate_size moe_shared_expert_intermediate_size moe_latent_size",
+        "moe_intermediate_size moe_shared_expert_intermediate_size moe_latent_size "
+        "num_local_experts mamba_n_groups mamba_d_conv mamba_dt_limit mamba_conv_bias",
         "hidden_act num_hidden_layers use_mamba_kernels expand time_step_min time_step_max "
         "time_step_floor time_step_rank chunk_size mamba_proj_bias mamba_ssm_cache_dtype "
+        "mamba_expand mamba_dt_min mamba_dt_max mamba_dt_init_floor mamba_chunk_size "
         "n_shared_experts moe_shared_expert_overlap residual_in_fp32 num_nextn_predict_layers "
         "mtp_layers_block_type mtp_hybrid_override_pattern rope_theta partial_rotary_factor",
         sliding_window=(), attention_bias=(False,), tie_word_embeddings=(False,),
     ),
     "olmo2": BASE | BIAS | NO_WINDOW | FieldUses.of(neutral="mlp_bias"),
-    "olmoe": BASE | BIAS | EXPERTS | NO_WINDOW | FieldUses.of(neutral="mlp_bias", clip_qkv=()),
+    "olmoe": BASE | BIAS | EXPERTS | NO_WINDOW
+    | FieldUses.of("num_local_experts", "mlp_bias", clip_qkv=()),
     "phi3": BASE | ALL_LAYERS | FieldUses.of(neutral="attention_bias mlp_bias"),
     "qwen2": BASE | SWITCHED | FieldUses.of(neutral="attention_bias mlp_bias"),
     "qwen2_moe": BASE | SWITCHED | SPARSE | FieldUses.of(

@@ -11,7 +11,7 @@ import torch
 
 from megatron_async import megatron_compat as compat
 from megatron_async.checkpoint.megatron.megatron_root import BACKEND_FILE
-from megatron_async.checkpoint.native import copy_tokenizer_files, write_config
+from megatron_async.checkpoint.native import copy_tokenizer_files, token_count_of, write_config
 from megatron_async.checkpoint.reading.common_file import read_common
 from megatron_async.checkpoint.reading.distributed_metadata import StoredChunk, StoredTensor
 from megatron_async.checkpoint.reading.json_file import one_line, read_json
@@ -124,6 +124,7 @@ def save_distributed(
             eos_token_ids=eos_token_ids,
             bos_token_id=bos_token_id,
             dtype=next(model.parameters()).dtype,
+            token_count=token_count_of(model),
         )
 
 

@@ -44,6 +44,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "onnx_safe": (None, False),
     "mtp_use_repeated_layer": (None, False),
     "group_attention_query_scale": (None,),
+    "use_mup": (None, False),
 }
 _OF_HYBRIDS: dict[str, tuple[Any, ...]] = {"spec": (None,)}
 # Megatron-LM's own, with --use-rope-scaling (RotaryEmbedding._apply_scaling).

@@ -1,7 +1,7 @@
-"""What the fields of a ``config.json`` are to a type of model.
+"""What the fields of a ``config.json``, or of a file beside it, are to a type of model.
 
-A field is heeded, or does not matter to inference, or has one value that changes nothing and is
-refused by name with another. Any other field is named in the log.
+A field is heeded, or does not matter to inference, or has values that change nothing and is refused
+or named with another. Any other field is named in the log.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class FieldUses:
     Args:
         heeded: names that the loader reads.
         neutral: names of which no value changes what the model computes.
-        only: the values that are supported, of fields that are else refused. Null and absence are
-            supported too.
+        only: the values that are supported, of fields that are else refused or named. Null and
+            absence are supported too.
     """
 
     heeded: frozenset[str] = frozenset()
@@ -49,24 +49,36 @@ class FieldUses:
         """All that the row has."""
         return self.heeded | self.neutral | self.only.keys()
 
-    def check(self, values: Mapping[str, Any]) -> None:
-        """Hold the content of a ``config.json`` against the row.
+    def check(self, values: Mapping[str, Any], of: str = "config.json") -> None:
+        """Hold the content of a ``config.json``, or of an object ``of`` it, against the row.
 
         Raises:
             CheckpointError: a field has another value than those that are supported.
         """
-        for name, supported in self.only.items():
-            value = values.get(name)
-            if value is not None and not any(_same(value, one) for one in supported):
-                known = ", ".join(shown(one) for one in supported) or "null"
-                raise CheckpointError(f"{name}={shown(value)} is not supported; supported: {known}")
-        unknown = sorted(
+        for name in self.unsupported(values):
+            known = ", ".join(shown(one) for one in self.only[name]) or "null"
+            raise CheckpointError(
+                f"{name}={shown(values[name])} is not supported; supported: {known}"
+            )
+        if unknown := self.unknown(values):
+            logger.warning("fields of %s that are left unread: %s", of, ", ".join(unknown))
+
+    def unsupported(self, values: Mapping[str, Any]) -> list[str]:
+        """The fields that have another value than those that are supported."""
+        return [
+            name
+            for name, supported in self.only.items()
+            if values.get(name) is not None
+            and not any(_same(values[name], one) for one in supported)
+        ]
+
+    def unknown(self, values: Mapping[str, Any]) -> list[str]:
+        """The fields that the row lacks and that say something, in their order by name."""
+        return sorted(
             name
             for name, value in values.items()
             if name not in self.names and not name.startswith("_") and value not in _NOTHING
         )
-        if unknown:
-            logger.warning("fields of config.json that are left unread: %s", ", ".join(unknown))
 
 
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})

@@ -19,6 +19,7 @@ class Fields:
         aliases: names that stand in the file for those that are read here.
         at: what precedes a name in errors.
         rope_kinds: other names of the kinds of rope scaling.
+        also: further names for some of a file's own, which win where both are there.
     """
 
     def __init__(
@@ -28,16 +29,20 @@ class Fields:
         aliases: Mapping[str, str] | None = None,
         at: str = "",
         rope_kinds: Mapping[str, str] | None = None,
+        also: Mapping[str, str] | None = None,
     ) -> None:
         self.values = values
         self._defaults = defaults or {}
         self._aliases = aliases or {}
         self._at = at
         self.rope_kinds = rope_kinds or {}
+        self._also = also or {}
 
     def name(self, name: str) -> str:
         """The name that stands in the file."""
-        return self._aliases.get(name, name)
+        own = self._aliases.get(name, name)
+        further = (x for x, known in self._also.items() if known == own and x in self.values)
+        return next(further, own)
 
     def unsupported(self, name: str, supported: str, value: Any = None) -> CheckpointError:
         """The error for a field that asks for what this package cannot do."""

@@ -151,7 +151,10 @@ class SafetensorsWeights:
             return
         for file, name, stored in _stored_tensors(files):
             if name in copies and not targets[copies[name]].equals(stored[...]):
-                raise CheckpointError(f"{file}: {name} differs from the tied {copies[name]}")
+                raise CheckpointError(
+                    f"{file}: {name} differs from the tied {copies[name]}; if both are meant, set "
+                    "tie_word_embeddings to false in config.json"
+                )
 
 
 def _check_headers(

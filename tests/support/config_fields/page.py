@@ -1,10 +1,12 @@
-"""The table of ``docs/models.md``: what each type heeds beside what all do."""
+"""The tables of ``docs/models.md``: what each type heeds beside what all do, and what a
+``generation_config.json`` and a ``quantization_config`` say."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron_async.checkpoint.huggingface.field_table import BASE, TABLE
+from megatron_async.checkpoint.huggingface.field_table import BASE, MXFP4, TABLE
+from megatron_async.checkpoint.huggingface.generation_config import GREEDY, SAMPLED
 from megatron_async.checkpoint.reading.field_uses import FieldUses
 from megatron_async.errors import shown
 
@@ -28,3 +30,12 @@ def rows() -> list[str]:
     """A row for what types share, and one for each type."""
     shared = _row("all", BASE, FieldUses())
     return [shared, *(_row(kind, uses, BASE) for kind, uses in sorted(TABLE.items()))]
+
+
+def rows_beside() -> list[str]:
+    """A row for each way of sampling, and one for each kind of quantization."""
+    return [
+        _row("`do_sample` true", SAMPLED, FieldUses()),
+        _row("else, beside it", GREEDY, SAMPLED),
+        _row("`quantization_config` of `gpt_oss`", MXFP4, FieldUses()),
+    ]

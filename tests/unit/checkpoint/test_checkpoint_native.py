@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib.resources
 import json
 import subprocess
@@ -17,11 +18,16 @@ import torch
 from safetensors import safe_open
 from tokenizers import decoders, models
 
-from megatron_async.checkpoint import load_pretrained, save_native
+from megatron_async.checkpoint import load_pretrained, save_distributed, save_native
+from megatron_async.checkpoint.families import families
+from megatron_async.checkpoint.native import describe, write_config
 from megatron_async.checkpoint.path import EMBEDDED, IN_CHECKOUT
+from megatron_async.checkpoint.reading.json_file import read_json
 from megatron_async.errors import CheckpointError
 from megatron_async.models.build import build_model
 from megatron_async.models.description.config import ModelConfig, RopeScaling
+from tests.support.config_fields.bases import BASES
+from tests.support.config_fields.routes import MADE
 
 BASE: dict[str, Any] = {
     "num_layers": 2,
@@ -86,6 +92,65 @@ def test_native_roundtrip_is_exact(tmp_path: Path, name: str) -> None:
     expected, actual = dict(model.named_parameters()), dict(loaded.model.named_parameters())
     assert expected.keys() == actual.keys()
     assert all(torch.equal(expected[key], actual[key]) for key in expected)
+
+
+OF_NO_FILE: tuple[dict[str, Any], ...] = (
+    {"activation": "relu", "mtp_num_layers": 1, "qk_norm": True, "qk_norm_kind": "l2"},
+    {"query_scaling_beta": 0.1, "query_scaling_tokens": 7},
+    {
+        "rope_scaling": RopeScaling(factor=2.0, kind="linear"), "sliding_rope_theta": 3.0,
+        "sliding_rope_scaling": SCALING, "sliding_window": 5, "sliding_layers": (1,),
+    },
+    {
+        "num_moe_experts": 4, "moe_ffn_hidden_size": 16, "moe_router_score_function": "sigmoid",
+        "moe_router_topk": 4, "moe_router_num_groups": 2, "moe_router_group_topk": 2,
+    },
+    {
+        "num_moe_experts": 4, "moe_ffn_hidden_size": 16, "moe_latent_size": 16,
+        "moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_group_max": True,
+    },
+    {
+        "num_layers": 3, "hybrid_override_pattern": "M*-", "position_embedding": "none",
+        "mamba_conv_kernel": 3, "mamba_conv_bias": False, "mamba_proj_bias": True,
+        "mamba_head_dim": 16, "mamba_num_groups": 2,
+    },
+)  # fmt: skip
+"""What no loader of Hugging Face's sets, beside what the types below have."""
+
+
+def every_field() -> list[ModelConfig]:
+    """Configurations of which each field is another than its default in one at least."""
+    found = [
+        families()[kind].convert({"model_type": kind, **values, **MADE.get(kind, {})})
+        for kind, values in BASES.items()
+    ]
+    return [*found, *(ModelConfig(**{**BASE, **values}) for values in OF_NO_FILE)]
+
+
+def test_every_field_is_stored(tmp_path: Path) -> None:
+    for config in every_field():
+        write_config(tmp_path, config)
+        assert describe(tmp_path, read_json(tmp_path / "config.json")).config == config
+
+
+def test_every_field_is_another_than_its_default_in_one_of_these() -> None:
+    fields = dataclasses.fields(ModelConfig)
+    changed = {
+        field.name
+        for config in every_field()
+        for field in fields
+        if getattr(config, field.name) != field.default
+    }
+    assert changed == {field.name for field in fields}
+
+
+@pytest.mark.parametrize("save", (save_native, save_distributed))
+def test_a_model_that_is_saved_again_keeps_its_padding(tmp_path: Path, save: Any) -> None:
+    """Rows of padding were tokens once their model had gone through a directory of ours."""
+    model = build("plain")
+    model.token_count = 60
+    save(tmp_path, model, CONFIGS["plain"])
+    assert load_pretrained(tmp_path).model.token_count == 60
 
 
 def test_tied_weights_are_stored_once_and_mtp_is_stored(tmp_path: Path) -> None:
@@ -180,6 +245,8 @@ def test_integers_of_json_become_floats() -> None:
         ({"eos_token_ids": [1, -2]}, r"eos_token_ids=\[1, -2\] must be a token id"),
         ({"eos_token_ids": [2**31]}, r"eos_token_ids=\[2147483648\] .* of at most 2147483647"),
         ({"bos_token_id": 1.5}, "bos_token_id=1.5 must be a token id"),
+        ({"token_count": 65}, "token_count=65 must be an integer of 1 to 64"),
+        ({"token_count": True}, "token_count=True must be an integer of 1 to 64"),
         ({"speed": "fast"}, "unknown field speed"),
     ],
 )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +15,23 @@ from megatron_async.checkpoint.huggingface.field_table import TABLE
 from megatron_async.checkpoint.huggingface.huggingface import convert_config
 from megatron_async.checkpoint.reading.field_uses import FieldUses
 from megatron_async.errors import CheckpointError
-from tests.support.config_fields.bases import BASES, Values
+from tests.support.config_fields.bases import BASES, LONGEST, Values
 from tests.support.config_fields.cases import Case, cases
 from tests.support.config_fields.compare import RIGHT, compare
-from tests.support.config_fields.page import rows
+from tests.support.config_fields.page import rows, rows_beside
+from tests.support.config_fields.pairs import pairs
 
 ROOT = Path(__file__).parents[3]
-DRAWN = 12
+DRAWN, PAIRS = 10, 6
 THEIRS = sorted(set(families()) & set(CONFIG_MAPPING))
 
 
 def drawn() -> list[Case]:
-    """A share of all cases, of all types in turns; ``scripts/compare_config_fields.py`` has all."""
+    """A share of all cases, each of another type; ``scripts/compare_config_fields.py`` has all."""
     rng = random.Random(49)
-    types = rng.sample(THEIRS, len(THEIRS))[:DRAWN]
-    return [rng.choice(cases(kind)) for kind in types]
+    types = rng.sample(THEIRS, DRAWN + PAIRS)
+    single = [rng.choice(cases(kind)) for kind in types[:DRAWN]]
+    return [*single, *(pair for kind in types[DRAWN:] for pair in pairs(kind, 1, rng))]
 
 
 @pytest.mark.parametrize("case", drawn(), ids=lambda case: f"{case.model_type}-{case.field}")
@@ -104,6 +104,11 @@ def test_fields_that_were_read_in_one_form_alone(name: str) -> None:
         ("deepseek_v2", "scoring_func", {"scoring_func": "sigmoid"}),
         ("olmoe", "clip_qkv", {"clip_qkv": 4.0}),
         ("gpt2", "add_cross_attention", {"add_cross_attention": True}),
+        ("qwen2", "is_causal", {"is_causal": False}),
+        ("mixtral", "is_causal", {"is_causal": None}),
+        ("llama", "per_layer_config", {"per_layer_config": {"1": {"num_key_value_heads": 1}}}),
+        ("llama", "transformers_weights", {"transformers_weights": "other.safetensors"}),
+        ("llama", "compression_config", {"compression_config": {"format": "int-quantized"}}),
         ("gpt_oss", "swiglu_alpha", {"swiglu_alpha": 1.0}),
     ),
 )  # fmt: skip
@@ -111,8 +116,37 @@ def test_what_is_not_computed_is_refused_by_name(
     model_type: str, field: str, changes: Values
 ) -> None:
     values = {"model_type": model_type, **BASES[model_type], **changes}
-    with pytest.raises(CheckpointError, match=rf"{field}=\S+ is not supported"):
+    with pytest.raises(CheckpointError, match=rf"{field}=.+ is not supported"):
         convert_config(Path("config.json"), values)
+
+
+NOT_SET = {"bamba": {"layer_types"}}
+"""Further names that transformers itself cannot set."""
+
+
+@pytest.mark.parametrize("model_type", THEIRS)
+def test_further_names_are_those_of_transformers(model_type: str) -> None:
+    theirs = dict(CONFIG_MAPPING[model_type].attribute_map)
+    kept = {name: of for name, of in theirs.items() if name not in NOT_SET.get(model_type, ())}
+    declared = {field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])}
+    # The name that the class declares is the file's own, whichever of the two the class maps.
+    own = {(of, name) if name in declared else (name, of) for name, of in kept.items()}
+    assert own <= set(families()[model_type].also.items())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    (
+        ("gpt2", {"n_head": 2, "num_attention_heads": 4}),
+        ("gpt2", {"n_positions": 99, "max_position_embeddings": LONGEST}),
+        ("nemotron_h", {"n_groups": 4, "mamba_n_groups": 2}),
+        ("nemotron_h", {"layers_block_type": ["mamba"], "layer_types": ["mamba", "moe"]}),
+    ),
+)
+def test_a_further_name_wins(model_type: str, changes: Values) -> None:
+    """gpt2's heads were once those of ``n_head`` whatever the file said beside it."""
+    result = compare(case_of(model_type, next(reversed(changes)), **changes))
+    assert result.verdict == "alike", result.said
 
 
 @pytest.mark.parametrize("model_type", THEIRS)
@@ -156,17 +190,9 @@ def test_a_row_has_each_name_once() -> None:
 
 def test_documentation_has_the_table() -> None:
     page = (ROOT / "docs" / "models.md").read_text()
-    for row in rows():
-        assert row in page, "write into docs/models.md:\n" + "\n".join(rows())
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What the package logs, whatever has set its logger up before."""
-    logger = logging.getLogger("megatron_async")
-    kept, logger.propagate = logger.propagate, True
-    yield caplog
-    logger.propagate = kept
+    wanted = [*rows(), *rows_beside()]
+    for row in wanted:
+        assert row in page, "write into docs/models.md:\n" + "\n".join(wanted)
 
 
 def test_unknown_fields_are_named_once(log: pytest.LogCaptureFixture) -> None:

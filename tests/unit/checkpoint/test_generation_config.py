@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GenerationConfig
 
-from megatron_async.checkpoint.huggingface.generation_config import sampling_defaults
+from megatron_async.checkpoint.huggingface.generation_config import (
+    SAMPLED,
+    TOP_K,
+    sampling_defaults,
+)
 from megatron_async.cli.main import main
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import CheckpointError, ConfigError
@@ -17,7 +22,7 @@ from megatron_async.serving.endpoints.request_shapes import ChatCompletionReques
 from tests.support.engines import config_at
 from tests.support.huggingface_models import random_model
 
-SAMPLED = {
+GIVEN = {
     "do_sample": True,
     "temperature": 0.7,
     "top_k": 20,
@@ -33,7 +38,7 @@ def write(path: Path, values: Any) -> Path:
 
 
 def test_fields_become_sampling_parameters(tmp_path: Path) -> None:
-    assert sampling_defaults(write(tmp_path, SAMPLED)) == {
+    assert sampling_defaults(write(tmp_path, GIVEN)) == {
         "temperature": 0.7,
         "top_k": 20,
         "top_p": 0.8,
@@ -43,8 +48,59 @@ def test_fields_become_sampling_parameters(tmp_path: Path) -> None:
     assert sampling_defaults(write(tmp_path, {"do_sample": True, "top_k": 0})) == {
         "temperature": 1.0
     }
-    for greedy in ({}, {"temperature": 0.5}, {"do_sample": False, "top_p": 0.5}):
+    for silent in ({}, {"top_k": None}):
+        found = sampling_defaults(write(tmp_path, {"do_sample": True, **silent}))
+        assert found == {"temperature": 1.0, "top_k": 50}
+    for greedy in (
+        {}, {"temperature": 0.5}, {"do_sample": False, "top_p": 0.5},
+        {"do_sample": True, "temperature": 0}, {"do_sample": True, "temperature": 0.0},
+    ):  # fmt: skip
         assert sampling_defaults(write(tmp_path, greedy)) == {"temperature": 0.0}
+
+
+def named(log: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in log.records]
+
+
+def test_the_table_has_every_field_of_transformers() -> None:
+    assert not set(vars(GenerationConfig())) - SAMPLED.names - {"_from_model_config"}
+    assert set(GenerationConfig._get_default_generation_params()) <= SAMPLED.names
+
+
+def test_what_transformers_takes_by_default_changes_nothing(log: pytest.LogCaptureFixture) -> None:
+    defaults = GenerationConfig._get_default_generation_params()
+    assert defaults["top_k"] == TOP_K
+    assert set(SAMPLED.unsupported(defaults)) == {"max_length"}
+
+
+OTHERS = {
+    "num_beams": 4, "typical_p": 0.9, "no_repeat_ngram_size": 3, "min_new_tokens": 5,
+    "stop_strings": ["x"], "suppress_tokens": [3], "sequence_bias": [[[3], -1.0]], "max_time": 0.5,
+    "guidance_scale": 1.5, "num_return_sequences": 2, "cache_implementation": "quantized",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_would_change_the_tokens_is_named(
+    name: str, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    sampling_defaults(write(tmp_path, {"do_sample": True, name: OTHERS[name]}))
+    (said,) = named(log)
+    assert f"{name}={OTHERS[name]!r}" in said and "left unread" in said
+
+
+def test_filters_of_sampling_do_not_matter_where_the_likeliest_token_is_taken(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    values = {"typical_p": 0.9, "eta_cutoff": 0.1, "epsilon_cutoff": 0.1, "top_h": 0.3}
+    sampling_defaults(write(tmp_path, values))
+    assert not named(log)
+
+
+def test_fields_that_nobody_knows_are_named(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    sampling_defaults(write(tmp_path, {"mood": 3, "_from_model_config": True}))
+    (said,) = named(log)
+    assert said.endswith("fields that are left unread: mood")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +143,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_requests_without_parameters_take_them(directory: Path) -> None:
-    write(directory, SAMPLED)
+    write(directory, GIVEN)
     prompt = [5, 6, 7]
     config = config_at(1, max_requests=2, generation_config=True)
     with DynamicInferenceEngine.from_pretrained(directory, config) as engine:

@@ -51,6 +51,12 @@ FAMILY = Family(
         "rms_norm_eps": "layer_norm_epsilon",
         "hidden_act": "activation_function",
     },
+    also={
+        "hidden_size": "n_embd",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+        "max_position_embeddings": "n_positions",
+    },
     gated=False,
     has_rope=False,
 )

@@ -72,4 +72,5 @@ FAMILY = Family(
         "topk_method": "greedy", "moe_intermediate_size": 1407,
     },
     aliases={"num_experts": "n_routed_experts"},
+    also={"num_experts": "n_routed_experts"},
 )  # fmt: skip

@@ -58,5 +58,6 @@ FAMILY = Family(
         },
     },
     aliases={"num_experts": "num_local_experts"},
+    also={"num_experts": "num_local_experts"},
     quantization="mxfp4",
 )

@@ -40,4 +40,5 @@ FAMILY = Family(
         "num_experts_per_tok": 2,
     },
     aliases={"num_experts": "num_local_experts"},
+    also={"num_experts": "num_local_experts"},
 )

@@ -23,4 +23,5 @@ FAMILY = Family(
     architecture="OlmoeForCausalLM",
     config=config,
     defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
+    also={"num_local_experts": "num_experts"},
 )

@@ -10,7 +10,7 @@ from megatron_async.checkpoint.reading.fields import Fields
 
 def config(fields: Fields) -> dict[str, Any]:
     has_window = fields.read("use_sliding_window", bool, False)
-    found = {
+    return {
         **expert_fields(fields),
         "moe_layer_freq": expert_layers(fields),
         "moe_ffn_hidden_size": fields.read("moe_intermediate_size", int),
@@ -18,10 +18,6 @@ def config(fields: Fields) -> dict[str, Any]:
         "qk_norm": True,
         "mlp_bias": False,
     }
-    # transformers 5 writes this name.
-    if fields.get("num_local_experts") is not None:
-        found["num_moe_experts"] = fields.read("num_local_experts", int)
-    return found
 
 
 FAMILY = Family(
@@ -36,4 +32,5 @@ FAMILY = Family(
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
     },
+    also={"num_local_experts": "num_experts"},  # transformers 5 writes this name
 )

@@ -66,4 +66,5 @@ FAMILY = Family(
         **MAMBA_DEFAULTS,
     },
     aliases=MAMBA_ALIASES,
+    also={"layers_block_type": "layer_types"},
 )
