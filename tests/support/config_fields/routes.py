@@ -215,6 +215,9 @@ def difference_on(subject: Subject, route: Route, folder: Path) -> float:
         most = engine.max_sequence_length
         twice = prompts(most) * 2
         requests = asked_of(engine, route, twice)
+        counters = engine.counters
+    assert bool(counters.tokens_drafted) == (route.drafts is not None)
+    assert not route.interrupted or (counters.evictions and counters.pauses)
     assert all(len(request.generated_tokens) == NEW for request in requests)
     found = zip(requests, twice, strict=True)
     return max(subject.difference(request, prompt) for request, prompt in found)

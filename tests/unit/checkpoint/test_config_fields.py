@@ -140,7 +140,7 @@ def test_further_names_are_those_of_transformers(model_type: str) -> None:
         ("gpt2", {"n_head": 2, "num_attention_heads": 4}),
         ("gpt2", {"n_positions": 99, "max_position_embeddings": LONGEST}),
         ("nemotron_h", {"n_groups": 4, "mamba_n_groups": 2}),
-        ("nemotron_h", {"layers_block_type": ["mamba"], "layer_types": ["mamba", "moe"]}),
+        ("nemotron_h", {"layers_block_type": ["attention"], "layer_types": ["attention", "moe"]}),
     ),
 )
 def test_a_further_name_wins(model_type: str, changes: Values) -> None:
