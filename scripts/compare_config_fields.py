@@ -43,7 +43,7 @@ from tests.support.config_fields.routes import (
 
 
 def drawn(types: list[str], share: float, seed: int, pair_count: int) -> list[Case]:
-    """The cases of some types, a share of them, or so many pairs of each."""
+    """The cases of some types, a share of them, or ``pair_count`` pairs of each."""
     if pair_count:
         rng = random.Random(seed)
         return [case for kind in types for case in pairs(kind, pair_count, rng)]

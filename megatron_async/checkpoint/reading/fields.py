@@ -19,7 +19,7 @@ class Fields:
         aliases: names that stand in the file for those that are read here.
         at: what precedes a name in errors.
         rope_kinds: other names of the kinds of rope scaling.
-        also: further names for some of a file's own, which win where both are there.
+        also: further names for some of a file's own, which win where both are there, unless null.
     """
 
     def __init__(
@@ -42,7 +42,9 @@ class Fields:
         """The name that stands in the file."""
         own = self._aliases.get(name, name)
         further = (x for x, known in self._also.items() if known == own and x in self.values)
-        return next(further, own)
+        found = next(further, own)
+        is_null = self.values.get(found) is None and own in self.values
+        return own if is_null else found
 
     def unsupported(self, name: str, supported: str, value: Any = None) -> CheckpointError:
         """The error for a field that asks for what this package cannot do."""

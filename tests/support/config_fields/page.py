@@ -35,7 +35,7 @@ def rows() -> list[str]:
 def rows_beside() -> list[str]:
     """A row for each way of sampling, and one for each kind of quantization."""
     return [
-        _row("`do_sample` true", SAMPLED, FieldUses()),
-        _row("else, beside it", GREEDY, SAMPLED),
-        _row("`quantization_config` of `gpt_oss`", MXFP4, FieldUses()),
+        _row("with `do_sample`", SAMPLED, FieldUses()),
+        _row("without it, also", GREEDY, SAMPLED),
+        _row("GPT-OSS's `quantization_config`", MXFP4, FieldUses()),
     ]
