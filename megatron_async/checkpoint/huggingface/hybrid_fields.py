@@ -53,7 +53,7 @@ def mamba_fields(fields: Fields, *, expanded: bool = False) -> dict[str, Any]:
         "mamba_conv_kernel": fields.read("mamba_conv_kernel", int, 4),
         "mamba_conv_bias": bool(fields.optional("mamba_conv_bias", bool, True)),
         "mamba_proj_bias": fields.read("mamba_proj_bias", bool, False),
-        "mamba_norm_epsilon": fields.read("rms_norm_eps", float, 1e-5),
+        "mamba_norm_epsilon": fields.read("rms_norm_eps", float),
     }
 
 

@@ -129,6 +129,8 @@ def _compared(case: Case, folder: Path, theirs: Any) -> Result:
         loaded = load_pretrained(folder)
     except CheckpointError as error:
         path = [*case.field.split("."), *case.shown.split(" ")]
+        if "longrope" in case.shown:  # with another share of a head there are too many factors
+            path.append("short_factor")
         is_named = any(part in str(error) for part in path)
         return Result(
             case, "refused" if is_named else "unnamed", str(error).split("config.json: ")[-1]

@@ -54,6 +54,7 @@ LONGROPE: Values = {
 }  # fmt: skip
 OLDER: Values = {"type": "linear", "factor": 8.0}
 BOTH = ("full_attention", "sliding_attention")
+EPSILON = ("rms_norm_eps", "absent")
 WRONG_ONCE = {
     "a null for the whole rope is the class's own": case_of(
         "gpt_oss", "rope_parameters", rope_parameters=None
@@ -69,6 +70,12 @@ WRONG_ONCE = {
     ),
     "a null for the rotated part is all": case_of(
         "glm", "partial_rotary_factor", partial_rotary_factor=None
+    ),
+    "Bamba's null rotated part is a half": case_of(
+        "bamba", "partial_rotary_factor", partial_rotary_factor=None
+    ),
+    "Mamba's norms have the class's epsilon too": next(
+        case for case in cases("granitemoehybrid") if (case.field, case.shown) == EPSILON
     ),
     "a null bias is none": case_of("granitemoehybrid", "mamba_conv_bias", mamba_conv_bias=None),
     "Bamba's rotated part is heeded": case_of(

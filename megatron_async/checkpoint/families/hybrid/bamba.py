@@ -6,9 +6,11 @@ from typing import Any
 
 from megatron_async.checkpoint.huggingface.family import Family, Names, layer_count
 from megatron_async.checkpoint.huggingface.hybrid_fields import mamba_fields, pattern_fields
+from megatron_async.checkpoint.huggingface.rope_fields import given_rope
 from megatron_async.checkpoint.reading.fields import Fields
 from megatron_async.models.mamba.sizes import ATTENTION, MAMBA, MLP
 
+ROTATED = 0.5
 MAMBA_ALIASES = {
     "mamba_hidden_act": "hidden_act",
     "mamba_num_heads": "mamba_n_heads",
@@ -27,8 +29,11 @@ MAMBA_DEFAULTS = {
 def config(fields: Fields) -> dict[str, Any]:
     attending = fields.optional("attn_layer_indices", list) or ()
     kinds = [ATTENTION if n in attending else MAMBA for n in range(layer_count(fields))]
+    # transformers takes a half whatever the file says beside the rope.
+    rotated = given_rope(fields).optional("partial_rotary_factor", float, ROTATED)
     return {
         **mamba_fields(fields, expanded=True),
+        "rotary_fraction": 1.0 if rotated is None else rotated,
         **pattern_fields("".join(kind + MLP for kind in kinds)),
     }
 
@@ -49,7 +54,7 @@ FAMILY = Family(
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 262144,
-        "partial_rotary_factor": 0.5,
+        "partial_rotary_factor": ROTATED,
         **MAMBA_DEFAULTS,
     },
     aliases=MAMBA_ALIASES,

@@ -63,6 +63,7 @@ FAMILY = Family(
         "shared_intermediate_size": 1024,
         "num_local_experts": 8,
         "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
         **MAMBA_DEFAULTS,
     },
     aliases=MAMBA_ALIASES,
