@@ -46,6 +46,7 @@ def serving(
     """Its URL; ``config`` is of ServerConfig, ``clock`` of :func:`engine_in_thread`. It takes token
     ids alone, unless it has the texts of the embedded model."""
     listening = open_socket("127.0.0.1", 0)
+    listening.listen()  # clients may connect before the server accepts
     servers: list[uvicorn.Server] = []
     started = threading.Event()
 
