@@ -102,6 +102,8 @@ def add_command(commands: Any) -> None:
     add("--server-dev-mode", action="store_true", help=said)
     said = """what a trainer's collective runs on, as '{"backend": "nccl"}', or "gloo" on a CPU"""
     add("--weight-transfer-config", type=weight_transfer_backend, metavar="JSON", help=said)
+    said = "take updates of some parameters from trainers that do not say that they are partial"
+    add("--partial-weight-updates", action="store_true", help=said)
     said = "end requests that are aborted with the reason abort, as vLLM does, and not with length;"
     said += " so it is with --server-dev-mode"
     add("--abort-finish-reason", action="store_true", help=said)
@@ -206,6 +208,7 @@ def _server_config(args: argparse.Namespace) -> ServerConfig:
         shows_aborts=args.abort_finish_reason or args.server_dev_mode,
         development=args.server_dev_mode,
         weight_transfer_backend=args.weight_transfer_config,
+        partial_weight_updates=args.partial_weight_updates,
         prefix_cache_per_key=args.prefix_cache_per_key,
         logprobs_mode=args.logprobs_mode,
         sampling_defaults=options.sampling_defaults(args) or {},

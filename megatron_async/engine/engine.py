@@ -455,6 +455,7 @@ class DynamicInferenceEngine:
         *,
         recompute_kv_cache: bool = True,
         partial_rollouts: str = CONTINUE,
+        partial_update: bool = False,
         allow_non_finite_weights: bool | None = None,
     ) -> int:
         """Replace the weights between two steps. Requests go on; each says in ``weight_spans``
@@ -473,6 +474,8 @@ class DynamicInferenceEngine:
                 or ``"restart"``: they begin again behind their prompts with the same seeds, so that
                 each is of one version. Those that are streamed go on, since their tokens have been
                 handed out. What :meth:`step_modern` has handed out comes again.
+            partial_update: parameters that a state dict or a trainer lacks keep their values; else
+                that is an error. A file may have some alone.
             allow_non_finite_weights: do not read them once more to see whether they are finite;
                 None as the configuration says.
 
@@ -492,6 +495,7 @@ class DynamicInferenceEngine:
             source,
             recompute_kv_cache=recompute_kv_cache,
             partial_rollouts=partial_rollouts,
+            partial_update=partial_update,
             allow_non_finite_weights=allow_non_finite_weights,
         )
         return self.outputs.weight_version

@@ -1,11 +1,11 @@
 """New weights for a model that is being served.
 
-``source``: where they are. ``place``: they are read, checked as a whole and copied into the
-parameters, by ``targets``, where each tensor goes. ``swap``: all engines over the model get them
-between two of their steps. A trainer's process sends them by memory (``shared_memory``) or by a
-collective (``group``, ``nccl_group`` and ``announced``; ``transfer`` gathers an update), over
-``tensor_info``, what is said before; ``broadcast`` hands whole tensors to ranks that have shares,
-and ``parallel_layouts`` joins and makes shards.
+``source``: where they are, also in several messages. ``place``: they are read, checked as a whole
+and copied into the parameters, by ``targets``, where each tensor goes. ``swap``: all engines over
+the model get them between two of their steps. A trainer's process sends them by memory
+(``shared_memory``) or by a collective (``group``, ``nccl_group`` and ``announced``; ``transfer``
+gathers an update), over ``tensor_info``, what is said before; ``broadcast`` hands whole tensors to
+ranks that have shares, and ``parallel_layouts`` joins and makes shards.
 
 ``DynamicInferenceEngine.update_weights`` is what people call; the names below are theirs too.
 """
@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import Any
 
 HOMES = {
+    "GatheredWeights": "source",
     "SharedWeights": "shared_memory",
     "WeightGroup": "group",
     "WeightSource": "source",

@@ -6,6 +6,7 @@ from megatron_async.weights.parallel_layouts import relay as relay
 from megatron_async.weights.parallel_layouts import shard_of as shard_of
 from megatron_async.weights.shared_memory import SharedWeights as SharedWeights
 from megatron_async.weights.shared_memory import open_weights as open_weights
+from megatron_async.weights.source import GatheredWeights as GatheredWeights
 from megatron_async.weights.source import WeightSource as WeightSource
 
 HOMES: dict[str, str]

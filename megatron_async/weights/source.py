@@ -9,7 +9,7 @@ them and ``broadcast`` hands them out.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
@@ -165,6 +165,52 @@ class Announced(_InMemory):
         return receive_announced(
             self.group, self.infos, packed=self.packed, buffer_bytes=self.buffer_bytes
         )
+
+
+class GatheredWeights:
+    """Tensors that come one by one, or in buckets: a source for ``update_weights``, which checks
+    all of them and takes them together or not at all.
+
+    Args:
+        manifest: names of all that will come; None for those of the model.
+    """
+
+    each_rank_reads: ClassVar[bool] = False
+
+    def __init__(self, manifest: Collection[str] | None = None) -> None:
+        self._manifest = None if manifest is None else frozenset(manifest)
+        self._tensors: dict[str, Tensor] = {}
+
+    @property
+    def path(self) -> None:
+        """They are in no file."""
+        return None
+
+    def add(self, bucket: Mapping[str, Tensor]) -> None:
+        """Take copies of some tensors, whose memory may then be used for the next ones.
+
+        Raises:
+            CheckpointError: one has come before, or is not in the manifest; nothing of the bucket
+                is taken.
+        """
+        for name in bucket:
+            if name in self._tensors:
+                raise CheckpointError(f"{name} has come before; send each tensor once")
+            if self._manifest is not None and name not in self._manifest:
+                raise CheckpointError(f"{name} is not in the manifest of this update")
+        self._tensors |= {name: tensor.detach().clone() for name, tensor in bucket.items()}
+
+    def read(self, model: GPTModel) -> Mapping[str, Any]:
+        """All that have come.
+
+        Raises:
+            CheckpointError: some of the manifest have not.
+        """
+        missing = sorted((self._manifest or frozenset()) - self._tensors.keys())
+        if missing:
+            said = f"{len(missing)} tensors of the manifest have not come, such as {missing[0]}"
+            raise CheckpointError(f"{said}; send them before the update")
+        return self._tensors
 
 
 def source_of(given: object) -> WeightSource:

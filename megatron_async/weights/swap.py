@@ -182,6 +182,7 @@ def replace_weights(
     *,
     recompute_kv_cache: bool,
     partial_rollouts: str = CONTINUE,
+    partial_update: bool = False,
     allow_non_finite_weights: bool | None = None,
 ) -> None:
     """New weights for all engines over them, each between two of its steps.
@@ -204,13 +205,15 @@ def replace_weights(
             if allow is None:
                 allow = wanted.config.allow_non_finite_weights
             wanted.sleep_mode.check_weights()
+            path = source_of(source).path
+            # A directory is whole, and a file may have some alone.
+            is_whole = path is None and not partial_update
             replace = wanted.model.read_weights(
                 source,
                 allow_non_finite_weights=allow,
-                all_parameters=wanted.sleep_mode.lost_weights,
+                all_parameters=is_whole or wanted.sleep_mode.lost_weights,
             )
             sharing = weights.engines
-            path = source_of(source).path
 
             def copy(engines: list[Engine]) -> None:
                 try:

@@ -239,5 +239,7 @@ def _check_complete(parameters: Mapping[str, Tensor], targets: list[Tensor]) -> 
 
 def _missing(name: str) -> CheckpointError:
     return CheckpointError(
-        f"the new weights lack {name}, and the old ones were discarded; give all of them"
+        f"the new weights lack {name}; give all of them, or say that the update is partial, which "
+        "is possible where the old ones were not discarded (partial_update=True; over HTTP "
+        '{"partial": true} at its start)'
     )

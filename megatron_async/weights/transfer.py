@@ -34,6 +34,7 @@ class WeightTransfer:
         self._group: Group | None = None
         self._packed = False
         self._arrived: dict[str, Tensor] | None = None
+        self._is_partial = False
 
     def connect(
         self,
@@ -63,9 +64,13 @@ class WeightTransfer:
             self._group = WeightGroup(address, port, backend=backend, device="cpu", **where)
         self._packed = packed
 
-    def start(self) -> None:
-        """Begin an update; what an unfinished one has brought is forgotten."""
-        self._arrived = {}
+    def start(self, *, partial: bool = False) -> None:
+        """Begin an update; what an unfinished one has brought is forgotten.
+
+        Args:
+            partial: what it does not bring keeps its values; else that is an error at its end.
+        """
+        self._arrived, self._is_partial = {}, partial
 
     def receive(
         self,
@@ -100,9 +105,9 @@ class WeightTransfer:
         self._arrived = arrived
         return len(arrived)
 
-    def finish(self, replace: Callable[[dict[str, Tensor]], object]) -> frozenset[str]:
-        """Give what has arrived to ``replace``, and return the names; nothing is done when it is
-        nothing.
+    def finish(self, replace: Callable[..., object]) -> frozenset[str]:
+        """Give what has arrived to ``replace``, with ``partial_update``, and return the names;
+        nothing is done when it is nothing.
 
         Raises:
             RequestError: no update was started.
@@ -111,7 +116,7 @@ class WeightTransfer:
         if arrived is None:
             raise RequestError("no update was started; start_weight_update first")
         if arrived:
-            replace(arrived)
+            replace(arrived, partial_update=self._is_partial)
         return frozenset(arrived)
 
     def close(self) -> None:

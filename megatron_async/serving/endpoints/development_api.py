@@ -71,9 +71,11 @@ class UpdateRequest(Body):
 
 
 class StartRequest(Body):
-    """``POST /start_weight_update``. Weights are in the format of checkpoints in any case."""
+    """``POST /start_weight_update``. Weights are in the format of checkpoints in any case.
+    ``partial``: parameters that do not come keep their values, which else is an error."""
 
     is_checkpoint_format: bool = True
+    partial: bool = False
 
 
 class AbortRequest(Body):
@@ -180,7 +182,8 @@ def _add_weight_transfer(app: FastAPI, front: Frontend) -> None:
     @app.post("/start_weight_update", response_model=None)
     @needs(Access.ADMINISTRATOR)
     async def start_weight_update(body: StartRequest | None = None) -> Response:
-        await _ask(front, "start_weight_update")
+        partial = front.config.partial_weight_updates or (body is not None and body.partial)
+        await _ask(front, "start_weight_update", partial=partial)
         return json_response({"message": "Weight update started"})
 
     @app.post("/update_weights", response_model=None)

@@ -225,10 +225,10 @@ class Controls:
             self._transfer.connect(**where, given_up=self._threads.current.wake)
         return {}
 
-    def start_weight_update(self) -> dict[str, Any]:
-        """Begin an update by the group."""
+    def start_weight_update(self, partial: bool = False) -> dict[str, Any]:
+        """Begin an update by the group, of all parameters or of some."""
         with self._only_update():
-            self._transfer.start()
+            self._transfer.start(partial=partial)
         return {}
 
     def receive_weights(self, **announced: Any) -> dict[str, Any]:

@@ -54,6 +54,7 @@ class ServerConfig:
         development: have the endpoints of vLLM's development mode, and let clients change the
             engine without a key where there are none.
         weight_transfer_backend: what a trainer's collective runs on, gloo or nccl; None for none.
+        partial_weight_updates: a trainer's update may lack parameters, though it does not say so.
         prefix_cache_per_key: requests share cached prefixes with those of the same key alone.
         logprobs_mode: log-probabilities of requests that do not say: ``"raw_logprobs"`` or
             ``"processed_logprobs"``.
@@ -76,6 +77,7 @@ class ServerConfig:
     max_prompts: int = 1024
     development: bool = False
     weight_transfer_backend: str | None = None
+    partial_weight_updates: bool = False
     prefix_cache_per_key: bool = False
     logprobs_mode: LogprobsMode = "raw_logprobs"
     sampling_defaults: dict[str, float | int] = field(default_factory=dict)

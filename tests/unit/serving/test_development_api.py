@@ -152,10 +152,16 @@ def test_a_trainer_sends_its_weights_under_hugging_faces_names(
     assert generated(http) == expected(new)
     assert parent.kept is not None and parent.kept.weight_version == 1
     assert "reset" not in sent(http, "/reset_prefix_cache")
-    # One tensor alone, as update_named_param does.
+    # One tensor alone is no whole update, unless that is said.
     group = trainer_group(http, packed=False)
+    one = {"model.norm.weight": old.model.norm.weight + 1}
     sent(http, "/start_weight_update")
-    send(http, group, {"model.norm.weight": old.model.norm.weight + 1}, packed=False)
+    send(http, group, one, packed=False)
+    said = sent(http, "/finish_weight_update", status=400)["error"]["message"]
+    assert "lack model.embed_tokens.weight" in said and "partial" in said
+    assert generated(http) == expected(new)
+    sent(http, "/start_weight_update", {"partial": True})
+    send(http, group, one, packed=False)
     sent(http, "/finish_weight_update")
     with torch.no_grad():
         new.model.norm.weight.copy_(old.model.norm.weight + 1)
