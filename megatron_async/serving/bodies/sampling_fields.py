@@ -122,6 +122,10 @@ class SamplingFields(OwnFields):
         """The same for the tokens of the prompt."""
         return self.prompt_logprobs
 
+    def as_megatron(self) -> Self:
+        """This as Megatron's server takes it: ``top_p=0`` is off, as ``top_k=0`` is."""
+        return self.model_copy(update={"top_p": None}) if self.top_p == 0 else self
+
     def with_defaults(self, defaults: Mapping[str, Any]) -> Self:
         """This with fields in place of those that it leaves out, by the names that they have here
         or in ``SamplingParams``."""

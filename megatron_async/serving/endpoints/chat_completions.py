@@ -43,7 +43,9 @@ async def create_chat_completion(
     adds = bool(body.add_special_tokens)
     name = name_of(request, body.request_id)
     job = await front.generator.job(
-        await front.generator.tokenize(prompt.text, add_special_tokens=adds, field="messages"),
+        await front.generator.tokenize(
+            prompt.text, add_special_tokens=adds, add_bos=bool(body.add_BOS), field="messages"
+        ),
         params,
         names={**body.engine_names(), "prompt": "messages"},
         priority=body.priority,
@@ -110,13 +112,25 @@ class _ChatCompletion:
         message.add(parser.finish())
         return {
             "index": index,
-            "message": message.to_dict(),
+            "message": {**message.to_dict(), **self._as_megatron(choice)},
             "logprobs": self._log_probs(choice.token_ids, choice.log_probs),
             "finish_reason": parser.finish_reason(choice.finish_reason),
             "stop_reason": choice.stop_reason,
             "token_ids": choice.token_ids if self._body.return_token_ids else None,
             **(shown_weights(choice.weight_spans) if self._body.return_weight_versions else {}),
         }
+
+    def _as_megatron(self, choice: Choice) -> dict[str, Any]:
+        """What Megatron's trainers read in a message."""
+        body, shown = self._body, dict[str, Any]()
+        if body.return_tokenized_data:
+            shown["prompt_token_ids"] = self._job.prompt
+            shown["generation_token_ids"] = choice.token_ids
+        if body.return_raw_text:
+            shown["raw_text"] = self._prompt.text + choice.text
+        if shown and body.logprobs:
+            shown["generation_log_probs"] = [own for own, _ in choice.log_probs]
+        return shown
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of the answer as a stream."""

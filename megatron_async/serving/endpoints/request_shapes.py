@@ -144,8 +144,19 @@ class ChatCompletionRequest(SamplingFields):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    # Megatron's, in whole answers alone
+    add_BOS: bool | None = None
+    return_tokenized_data: bool | None = None
+    return_raw_text: bool | None = None
 
     names: ClassVar[dict[str, str]] = {"logprobs": "top_logprobs"}
+
+    def params(self, max_choices: int) -> SamplingParams:
+        """See the base."""
+        for name in ("return_tokenized_data", "return_raw_text"):
+            if self.stream and getattr(self, name):
+                raise ApiError(400, f"{name} goes with stream=false alone", param=name)
+        return super().params(max_choices)
 
     @property
     def template_variables(self) -> dict[str, Any]:

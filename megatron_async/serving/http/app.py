@@ -139,19 +139,27 @@ def _add_middleware(app: FastAPI, front: Frontend) -> None:
 def _add_openai(app: FastAPI, front: Frontend) -> None:
     streams = shapes.answers(shapes.CompletionAnswer, streams=True)
 
-    @app.post("/completions", response_model=None, include_in_schema=False)  # Megatron's, too
     @app.post("/v1/completions", response_model=None, responses=streams)
     @needs(Access.CLIENT)
     async def completions(request: Request, body: CompletionRequest) -> Response:
         return await create_completion(front, request, body)
 
+    @app.post("/completions", response_model=None, include_in_schema=False)
+    @needs(Access.CLIENT)
+    async def megatrons_completions(request: Request, body: CompletionRequest) -> Response:
+        return await create_completion(front, request, body.as_megatron())
+
     streams = shapes.answers(shapes.ChatAnswer, streams=True)
 
-    @app.post("/chat/completions", response_model=None, include_in_schema=False)
     @app.post("/v1/chat/completions", response_model=None, responses=streams)
     @needs(Access.CLIENT)
     async def chat_completions(request: Request, body: ChatCompletionRequest) -> Response:
         return await create_chat_completion(front, request, body)
+
+    @app.post("/chat/completions", response_model=None, include_in_schema=False)
+    @needs(Access.CLIENT)
+    async def megatrons_chats(request: Request, body: ChatCompletionRequest) -> Response:
+        return await create_chat_completion(front, request, body.as_megatron())
 
     streams = shapes.answers(shapes.ResponseAnswer, streams=True)
 
