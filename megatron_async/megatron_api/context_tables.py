@@ -43,7 +43,7 @@ CONTEXT: Table = {
         "says which layers attend; recurrent state has a pool of its own, which the engine sizes"
     ),
     "use_cuda_graphs_for_non_decode_steps": works("False captures no steps with prefill chunks"),
-    "use_flashinfer_fused_rope": accepted(ATTENTION + " by kernels of this package", None, False),
+    "use_flashinfer_fused_rope": accepted(ATTENTION + " by kernels of this package"),
     "unified_memory_level": accepted("the KV cache stays in the memory of its device", None, 0),
     "cuda_graph_max_tokens": accepted("graphs are captured for all row buckets"),
     "cuda_graph_mixed_prefill_count": accepted("a graph of a mixed step takes any mix"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -11,6 +12,8 @@ from typing import Any
 from megatron_async.errors import ConfigError, shown
 from megatron_async.megatron_api.main_tables import INFERENCE_CONFIG
 from megatron_async.megatron_api.names import check_keywords
+
+logger = logging.getLogger(__name__)
 
 
 class AsyncScheduleMode(str, Enum):
@@ -122,6 +125,9 @@ def _settings(config: Any) -> dict[str, Any]:
         raise ConfigError(f"inference_config is a {type(config).__name__}; give an InferenceConfig")
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     check_keywords("InferenceConfig", INFERENCE_CONFIG, values)
+    if values.get("use_flashinfer_fused_rope"):
+        note = INFERENCE_CONFIG["use_flashinfer_fused_rope"].note
+        logger.warning("use_flashinfer_fused_rope=True has no effect: %s", note)
     for name, choices in _CHOICES.items():
         values[name] = _choice(name, values.get(name, next(iter(choices))), choices)
     mode = values.get("logprobs_mode", "raw_logprobs")

@@ -532,3 +532,15 @@ def test_a_context_of_a_longer_length_takes_the_models(model: Any) -> None:
 
 
 assert VOCAB > 69
+
+
+def test_a_fused_rope_of_flashinfer_is_taken_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    """As NeMo RL gives it."""
+    from megatron_async.megatron_api import InferenceConfig
+
+    InferenceConfig(use_flashinfer_fused_rope=True)
+    (record,) = caplog.records
+    assert "use_flashinfer_fused_rope=True has no effect" in record.getMessage()
+    caplog.clear()
+    InferenceConfig(use_flashinfer_fused_rope=False)
+    assert not caplog.records
