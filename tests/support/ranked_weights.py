@@ -267,7 +267,8 @@ def case(engine: DynamicInferenceEngine, folder: Path, model: str, *, alone: boo
     if alone:
         return found
     found["sleep"] = slept(engine, old, new)
-    found["some"] = update(engine, {name: new[name] for name in list(new)[::2]})
+    found["some"] = update(engine, {name: new[name] for name in list(new)[::2]}, partly)
+    found["lacks"] = refused(lambda: engine.update_weights({PROJECTION: new[PROJECTION]}))
     found["directory"] = update(engine, folder / f"{model}-new")
     engine.update_weights(old)
     with SharedWeights(new) as shared:
@@ -276,7 +277,7 @@ def case(engine: DynamicInferenceEngine, folder: Path, model: str, *, alone: boo
         engine.update_weights(old)
         found["divided trainer"] = update(engine, from_divided_trainer(new))
     else:
-        engine.update_weights({PROJECTION: old[PROJECTION]})
+        partly(engine, {PROJECTION: old[PROJECTION]})
         found["file"] = update(engine, folder / f"{model}-new" / "model.safetensors")
     return found
 
@@ -290,6 +291,11 @@ def update(
     way(engine, new)
     model = engine.model.network.model
     return digest_of(dict(model.named_parameters()))
+
+
+def partly(engine: DynamicInferenceEngine, new: Any) -> None:
+    """An update of some parameters."""
+    engine.update_weights(new, partial_update=True)
 
 
 def run_layout(folder: Path, name: str) -> None:

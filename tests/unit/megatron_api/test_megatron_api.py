@@ -483,12 +483,12 @@ def test_megatron_llm_generates_pauses_and_takes_weights(model: Any) -> None:
         llm.pause()
         future = llm.engine.add_request(0, "abc", GREEDY)
         llm.suspend()
-        assert llm.engine.is_suspended and llm.update_weights(other) == 1
+        assert llm.engine.is_suspended and llm.update_weights(other, partial_update=True) == 1
         llm.resume()
         assert llm.engine.is_suspended and not future.done()
         llm.unpause()
         assert future.result(60).weight_spans[0].version == 1
-        llm.update_weights(before)
+        llm.update_weights(before, partial_update=True)
         assert llm.generate("abc", GREEDY)[0].generated_tokens == alone[0]
         with pytest.raises(AttributeError, match="megatron-async serve"):
             llm.serve  # noqa: B018
