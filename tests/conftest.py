@@ -37,8 +37,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--state-machine-examples",
         type=int,
-        default=44,
-        help="examples of the engine's state machine, each of up to 110 rule steps (44; in CI they "
+        default=66,
+        help="examples of the engine's state machine, each of up to 110 rule steps (66; in CI they "
         "are the same each time)",
     )
     parser.addoption(

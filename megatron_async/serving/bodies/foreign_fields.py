@@ -38,7 +38,6 @@ FOREIGN_FIELDS: Mapping[str, str] = {
     "kv_transfer_params": "send token ids as prompt to /v1/completions",
     "ec_transfer_params": _LEAVE,
     "vllm_xargs": _LEAVE,
-    "return_weight_versions": "read GET /metrics",
     "routed_experts_prompt_start": _LEAVE,
     "mm_payload": _LEAVE,
     "return_mm_kwargs": _LEAVE,

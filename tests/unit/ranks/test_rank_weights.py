@@ -93,7 +93,10 @@ def test_all_ranks_sleep_and_wake(name: str, folder: Path) -> None:
     slept = several["sleep"]
     assert slept["tokens"] == alone["old"] and slept["new tokens"] == alone["new"]
     assert "wake_up(['weights']) first" in slept["while asleep"]
-    assert f"lack {PROJECTION}; give all of them, or say that the update is partial" in slept["lacking"]
+    assert (
+        f"lack {PROJECTION}; give all of them, or say that the update is partial"
+        in slept["lacking"]
+    )
     assert slept["no memory"] == "CacheTooLargeError: rank 1: no memory"
     assert slept["still asleep"] == ["kv_cache"], "it was tried again"
     # On a CPU weights that are kept stay where they are; a rank wakes up part by part.
