@@ -144,7 +144,8 @@ def test_gpu_runs_its_tests_alone_with_two_threads_each(tmp_path: Path) -> None:
     assert done.status == 0
     (call,) = done.calls
     assert call["arguments"] == [
-        "pytest", "-n", "14", "--dist", "worksteal", "--durations=10", "-m", "gpu", "--all", "-x", "tests"
+        "pytest", "-n", "14", "--dist", "worksteal", "--durations=10", "-m", "gpu", "--all", "-x",
+        "tests",
     ]  # fmt: skip
     assert [call[name] for name in (*THREADS, "TEST_GPUS")] == ["2", "2", "2"]
 
