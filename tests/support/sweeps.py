@@ -1,7 +1,8 @@
 """Tests of many cases of one kind, of which each run takes a share.
 
-``@pytest.mark.sweep`` takes one of :data:`CASES` cases of a test function, and
-``@pytest.mark.sweep("fault")`` as many of each value of its parameter ``fault``, but at least one.
+``@pytest.mark.sweep`` takes one of :data:`CASES` cases of a test function, or of as many as its
+``of`` says, and ``@pytest.mark.sweep("fault")`` as many of each value of its parameter ``fault``,
+but at least one.
 Which ones depends on the commit alone, so that a run can be repeated and the next commit takes
 others. ``--all`` takes every case.
 """
@@ -45,11 +46,14 @@ def drawn(values: Sequence[T]) -> T:
 def share(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """What a run takes of these tests, in their order, and what it leaves out."""
     groups: dict[tuple[object, ...], list[pytest.Item]] = defaultdict(list)
+    cases: dict[tuple[object, ...], int] = {}
     for item in items:
         mark = item.get_closest_marker("sweep")
         if mark is not None and not _is_skipped(item):
-            groups[_group(item, mark.args)].append(item)
-    left = {item for group in groups.values() for item in _left_out(group)}
+            group = _group(item, mark.args)
+            groups[group].append(item)
+            cases[group] = mark.kwargs.get("of", CASES)
+    left = {item for name, group in groups.items() for item in _left_out(group, cases[name])}
     return [item for item in items if item not in left], [item for item in items if item in left]
 
 
@@ -64,9 +68,9 @@ def _is_skipped(item: pytest.Item) -> bool:
     return any(mark.args and mark.args[0] is True for mark in item.iter_markers("skipif"))
 
 
-def _left_out(group: list[pytest.Item]) -> list[pytest.Item]:
+def _left_out(group: list[pytest.Item], cases: int) -> list[pytest.Item]:
     shuffled = sorted(group, key=lambda item: _number(item.nodeid))
-    return shuffled[-(-len(group) // CASES) :]
+    return shuffled[-(-len(group) // cases) :]
 
 
 def _number(name: str) -> int:

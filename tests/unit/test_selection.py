@@ -94,6 +94,11 @@ def test_a_sweep_over_a_parameter_leaves_out_no_value_of_it(
     assert {case.callspec.params["fault"] for case in shared(cases)} == set(range(30))
 
 
+def test_a_sweep_says_how_large_its_share_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SEED, "a")
+    assert len(shared([Case(n, 0, pytest.mark.sweep(of=2).mark) for n in range(9)])) == 5
+
+
 def test_other_tests_and_those_that_are_skipped_are_no_part_of_a_sweep(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
