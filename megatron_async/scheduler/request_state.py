@@ -52,6 +52,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "asked_window",
         "blocks",
         "branch",
         "cache_salt",
@@ -124,6 +125,8 @@ class Sequence:
         self.watched = watched
         self.window = 1
         """Tokens that a row of it may bring, where the step's window holds them."""
+        self.asked_window = 1
+        """The same, while what drafts can go on."""
         self.cache_salt = cache_salt
         """It shares prefixes with sequences of the same salt alone."""
         self.fork_of = fork_of
@@ -159,7 +162,11 @@ class Sequence:
         """Let its rows bring ``window`` tokens from now on; those of a guided request bring one,
         since S knows the mask of one position."""
         is_guided = self.extras is not None and self.extras.guided
-        self.window = 1 if is_guided else window
+        self.window = self.asked_window = 1 if is_guided else window
+
+    def end_drafts(self) -> None:
+        """What drafts can go no further; until the request begins again."""
+        self.window = 1
 
     @property
     def committed(self) -> int:
@@ -194,5 +201,6 @@ class Sequence:
         """Begin behind the prompt; it waits in the queue, and nothing of it is in flight."""
         del self.tokens[self.prompt_length :]
         self.launched = 0
+        self.window = self.asked_window
         if self.wants_prompt_log_probs:
             self.prompt_log_probs = 0

@@ -342,7 +342,7 @@ class Scheduler:
         """Let those go on without drafts whose next token may be behind what drafts."""
         for sequence in self.table.decoding[micro_batch].values():
             if sequence.window > 1 and sequence.kv_bound >= limit:
-                sequence.take_window(1)
+                sequence.end_drafts()
                 self.table.row_maps.clear()
 
     # --- commit -------------------------------------------------------------------------------

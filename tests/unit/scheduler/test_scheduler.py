@@ -558,3 +558,12 @@ def test_debug_finds_a_row_that_was_sampled_behind_an_end_that_the_device_knew()
     assert take(chain, 1, ENDED, STOP, 0, 0) == ((STOP,), FinishReason.STOP, False)
     with pytest.raises(IntegrityError, match=r"ended by FinishReason\.STOP"):
         take(chain, 1, RUNNING, 1, 0, 0)
+
+
+def test_a_request_that_begins_again_has_its_drafts_again() -> None:
+    begun = sequence(1, 3)
+    begun.take_window(4)
+    begun.end_drafts()
+    assert begun.window == 1
+    begun.restart()
+    assert begun.window == 4
