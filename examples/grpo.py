@@ -171,7 +171,10 @@ def train(engine: DynamicInferenceEngine, args: argparse.Namespace) -> tuple[lis
         batch = batch_of(taken, oldest_version=oldest)
         ratio_error = trainer.step(batch, advantages_of(rewards))
         began = time.perf_counter()
-        engine.update_weights(trainer.policy, partial_rollouts=args.partial_rollouts)
+        # The trainer has none of the layers that draft.
+        engine.update_weights(
+            trainer.policy, partial_update=True, partial_rollouts=args.partial_rollouts
+        )
         copied = time.perf_counter() - began
         if number + 1 + args.staleness < args.updates:
             rollouts.ask()
