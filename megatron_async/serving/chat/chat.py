@@ -48,16 +48,19 @@ class ToolUse:
         return tuple(tool["function"]["name"] for tool in self.tools)
 
 
-def with_tools(params: SamplingParams, tools: ToolUse) -> SamplingParams:
-    """``params`` with the structure of an answer that is calls, or may be. A format is that of a
-    message: it says nothing of calls.
+def with_tools(params: SamplingParams, tools: ToolUse, *, has_format: bool) -> SamplingParams:
+    """``params`` with the structure of an answer that is calls, or may be.
+
+    Args:
+        has_format: the structure is a ``response_format``, which is that of a message and says
+            nothing of calls. Another one is that of the text, whatever it holds.
 
     Raises:
         ApiError: the tools have no JSON.
     """
     given = params.structured_outputs
     asked = tools.structure
-    if asked is None and given is not None and tools.calls is not None:
+    if asked is None and given is not None and has_format and tools.calls is not None:
         asked = {**given, "calls": tools.calls()}
     if asked is None:
         return params

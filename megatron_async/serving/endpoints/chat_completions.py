@@ -30,7 +30,8 @@ async def create_chat_completion(
     tools = front.chat.tool_use(body.tools, body.tool_choice, body.parallel_tool_calls is not False)
     asked = body.with_defaults(front.config.defaults)
     checked = partial(asked.params, front.config.max_choices)
-    params = with_tools(front.salted(request, await apart(request, checked)), tools)
+    params = front.salted(request, await apart(request, checked))
+    params = with_tools(params, tools, has_format=body.response_format is not None)
     await front.generator.check_room(params)
     prompt = await front.chat.prompt(
         body.messages,

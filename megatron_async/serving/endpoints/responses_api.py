@@ -166,7 +166,8 @@ async def create_response(front: Frontend, request: Request, body: ResponsesRequ
     tools = _tool_use(front, body)
     asked = body.with_defaults(front.config.defaults)
     checked = partial(asked.params, 1)
-    params = with_tools(front.salted(request, await apart(request, checked)), tools)
+    params = front.salted(request, await apart(request, checked))
+    params = with_tools(params, tools, has_format=body.response_format is not None)
     await front.generator.check_room(params)
     given = InputMessages(body.input, body.instructions)
     try:

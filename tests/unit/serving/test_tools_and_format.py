@@ -108,6 +108,7 @@ def test_a_call_is_a_reason_to_end_unless_the_request_has_named_it(
 @pytest.mark.parametrize(
     "asked", [{"guided_regex": "a+"}, {"structured_outputs": {"choice": ["a"]}}]
 )
-def test_other_formats_than_json_have_calls_beside_them_too(asked: dict[str, Any]) -> None:
+def test_a_structure_of_the_text_has_no_calls_beside_it(asked: dict[str, Any]) -> None:
+    """As in vLLM: it may hold calls itself."""
     structure, _ = asked_by("/v1/chat/completions", "a", response_format=None, **asked)
-    assert "calls" in structure
+    assert "calls" not in structure
