@@ -90,7 +90,7 @@ def compare_paths(types: list[str]) -> int:
     for kind in types:
         said = on_paths(kind)
         wrong += "no" in said or any(
-            float(each) >= TOLERANCE for each in said[: len(ROUTES)] if "refused" not in each
+            not float(each) < TOLERANCE for each in said[: len(ROUTES)] if "refused" not in each
         )
         print(f"| {kind} | {' | '.join(said)} |", flush=True)
     return int(wrong > 0)

@@ -169,7 +169,8 @@ class Announced(_InMemory):
 
 class GatheredWeights:
     """Tensors that come one by one, or in buckets: a source for ``update_weights``, which checks
-    all of them and takes them together or not at all.
+    all of them and takes them together or not at all. One object for each update: it holds copies
+    of all tensors.
 
     Args:
         manifest: names of all that will come; None for those of the model.
@@ -195,7 +196,8 @@ class GatheredWeights:
         """
         for name in bucket:
             if name in self._tensors:
-                raise CheckpointError(f"{name} has come before; send each tensor once")
+                said = "send each tensor once, and make a GatheredWeights for each update"
+                raise CheckpointError(f"{name} has come before; {said}")
             if self._manifest is not None and name not in self._manifest:
                 raise CheckpointError(f"{name} is not in the manifest of this update")
         self._tensors |= {name: tensor.detach().clone() for name, tensor in bucket.items()}

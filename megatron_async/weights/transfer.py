@@ -107,16 +107,20 @@ class WeightTransfer:
 
     def finish(self, replace: Callable[..., object]) -> frozenset[str]:
         """Give what has arrived to ``replace``, with ``partial_update``, and return the names;
-        nothing is done when it is nothing.
+        a partial update may be of nothing.
 
         Raises:
             RequestError: no update was started.
+            CheckpointError: nothing has come, and the update is not partial.
         """
         arrived, self._arrived = self._arrived, None
         if arrived is None:
             raise RequestError("no update was started; start_weight_update first")
         if arrived:
             replace(arrived, partial_update=self._is_partial)
+        elif not self._is_partial:
+            said = "no tensor has come; send all of them before finish_weight_update"
+            raise CheckpointError(said)
         return frozenset(arrived)
 
     def close(self) -> None:

@@ -34,10 +34,15 @@ class ResponseFormat(Body):
 
 def structure_of_format(format: ResponseFormat | None) -> dict[str, Any] | None:
     """A ``response_format`` as structured output."""
-    if format is None or format.type == "text":
+    if format is None:
+        return None
+    if format.schema_ is not None and format.type != "json_object":
+        said = f"schema goes with json_object, not with {format.type}; leave it out"
+        raise ApiError(400, said, param="response_format.schema")
+    if format.type == "text":
         return None
     if format.type == "json_object":
-        return {"json_object": True} if format.schema_ is None else {"json": format.schema_}
+        return {"json": format.schema_} if format.schema_ else {"json_object": True}
     if format.json_schema is None:
         said = "response_format of type json_schema needs json_schema"
         raise ApiError(400, said, param="response_format.json_schema")

@@ -124,7 +124,7 @@ class SamplingFields(OwnFields):
 
     def as_megatron(self) -> Self:
         """This as Megatron's server takes it: ``top_p=0`` is off, as ``top_k=0`` is."""
-        return self.model_copy(update={"top_p": None}) if self.top_p == 0 else self
+        return self.model_copy(update={"top_p": 1.0}) if self.top_p == 0 else self
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Self:
         """This with fields in place of those that it leaves out, by the names that they have here

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from megatron_async.serving.front_end.job import Choice, Job, Piece, shown_weigh
 from megatron_async.serving.http.errors import ApiError, json_response
 from megatron_async.serving.http.frontend import Frontend, log_jobs, name_of
 from megatron_async.serving.http.sse import DONE, EventStream, TextEvents, event, until_disconnect
+from megatron_async.serving.messages import WeightVersion
 
 
 async def create_completion(front: Frontend, request: Request, body: CompletionRequest) -> Response:
@@ -134,8 +135,14 @@ class _Completion:
             "prompt_logprobs": self._prompt_log_probs(job) if wants_log_probs else None,
             "prompt_token_ids": job.prompt if body.return_token_ids else None,
             "token_ids": ids if body.return_token_ids else None,
-            **(shown_weights(choice.weight_spans) if body.return_weight_versions else {}),
+            **self._weights(choice.weight_spans),
         }
+
+    def _weights(self, spans: Sequence[WeightVersion]) -> dict[str, Any]:
+        body = self._body
+        if not body.return_weight_versions:
+            return {}
+        return shown_weights(spans if body.shows_generated else ())
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of the answer as a stream."""
@@ -203,8 +210,7 @@ class _Completion:
             shown["stop_reason"] = output.stop_reason
             if not body.shows_generated:
                 shown["finish_reason"], shown["stop_reason"] = "length", None
-            if body.return_weight_versions:
-                shown |= shown_weights(output.weight_spans)
+            shown |= self._weights(output.weight_spans)
         if is_first and body.echo:
             shown["text"] = (job.text or "") + text
         if body.logprobs is not None:

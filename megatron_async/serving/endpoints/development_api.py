@@ -80,7 +80,7 @@ class StartRequest(Body):
 
 class AbortRequest(Body):
     """``POST /abort_requests``: those of these ids, as clients sent them or as answers have them;
-    all of them without any."""
+    all of them where ``request_ids`` is left out."""
 
     request_ids: Several[Text] | None = None
 
@@ -129,8 +129,15 @@ def _add_sleep(app: FastAPI, front: Frontend) -> None:
 
 
 def _names(ids: list[str]) -> list[str]:
-    """Clients' ids, with those that ids of answers are made of."""
+    """Clients' ids, with those that ids of answers are made of.
+
+    Raises:
+        ApiError: one is none that a request can have.
+    """
     bare = [each.partition(mark)[2] for each in ids for mark in ID_MARKS if each.startswith(mark)]
+    if not all(each and each.isascii() and each.isprintable() for each in [*ids, *bare]):
+        said = "request_ids must be ids of requests, of ASCII without spaces; leave it out for all"
+        raise ApiError(400, said, param="request_ids")
     return [*ids, *bare]
 
 

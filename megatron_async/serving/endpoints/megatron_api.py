@@ -17,7 +17,7 @@ from megatron_async.serving.bodies.body import Body, Integer, Several
 from megatron_async.serving.bodies.sampling_fields import dividing
 from megatron_async.serving.front_end.job import Choice, Job
 from megatron_async.serving.http.errors import ApiError, json_response, renamed
-from megatron_async.serving.http.frontend import Frontend, log_jobs
+from megatron_async.serving.http.frontend import Frontend, log_jobs, name_of
 from megatron_async.serving.http.sse import until_disconnect
 
 TOP_N, TOP_P = INTEGERS["top_n_logprobs"], NUMBERS["top_p"]
@@ -109,11 +109,14 @@ async def megatron_generate(front: Frontend, request: Request, body: MegatronReq
     each_params = [front.salted(request, params) for params in body.params()]
     await front.generator.check_room(each_params[0], prompts=len(each_params), field="prompts")
     jobs = []
+    name = name_of(request, None)
     for prompt, params in zip(body.prompts, each_params, strict=True):
         ids = await front.generator.tokenize(prompt, add_bos=body.add_BOS, field="prompts")
         alone = not body.tokens_to_generate
         jobs.append(
-            await front.generator.job(ids, params, names=_NAMES, text=prompt, scores_prompt=alone)
+            await front.generator.job(
+                ids, params, names=_NAMES, text=prompt, scores_prompt=alone, name=name
+            )
         )
     log_jobs(request, jobs, front.config.model_names[0])
     each = await until_disconnect(request.receive, front.generator.all_whole(jobs))

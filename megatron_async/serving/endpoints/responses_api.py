@@ -317,7 +317,9 @@ class _Answer:
             return response
         if status == "incomplete":
             details: dict[str, Any] = {"reason": "max_output_tokens"}
-            if last.stop_reason is not None:
+            if last.finish_reason == "abort":
+                details["stop_reason"] = "abort"
+            elif last.stop_reason is not None:
                 details["stop_reason"] = last.stop_reason
             response["incomplete_details"] = details
         if self._shows_weights:

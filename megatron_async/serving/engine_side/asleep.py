@@ -235,7 +235,8 @@ class SleepingEngine:
                 self._keep(lost_weights=self._kept.lost_weights or level == 2)
                 return {"is_sleeping": True}
             case "abort_requests":
-                return {"aborted": self._end_all(control.arguments.get("names"))}
+                names = control.arguments.get("names")
+                return {"aborted": self._end_all(None if names is None else frozenset(names))}
             case "live":
                 return {"device": "asleep", "steps": []}
         raise RequestError(_SAID)

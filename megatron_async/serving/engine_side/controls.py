@@ -204,7 +204,8 @@ class Controls:
 
     def abort_requests(self, names: list[str] | None = None) -> dict[str, Any]:
         """End all requests with what they have, or those of clients' ids; new ones are taken."""
-        return {"aborted": self._requests.end_all("abort", names)}
+        chosen = None if names is None else frozenset(names)
+        return {"aborted": self._requests.end_all("abort", chosen)}
 
     def wake_up(self, tags: list[str] | None = None) -> dict[str, Any]:
         """Take the memory back that ``sleep`` gave."""

@@ -155,6 +155,9 @@ def limited_connection(
                 self._abort()
                 return
             self._head.is_whole = False  # nobody knows how much is to come
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True  # its answer would be dropped
+                cycle.message_event.set()
             self.transport.write(answer)
             self.transport.close()
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from starlette.requests import Request
 
@@ -94,6 +94,9 @@ class ServerConfig:
         check_origins(self.allow_origins)
         if self.prefix_cache_per_key and not self.api_keys:
             raise ConfigError("prefix_cache_per_key needs api_key; give each client a key")
+        if self.logprobs_mode not in get_args(LogprobsMode):
+            known = " or ".join(get_args(LogprobsMode))
+            raise ConfigError(f"logprobs_mode={self.logprobs_mode!r} must be {known}")
         for name in ("max_body_bytes", "max_choices", "max_prompts"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")

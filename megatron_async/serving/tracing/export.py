@@ -73,9 +73,14 @@ class ServerTracerProvider(TracerProvider):
         """Export the last spans. What takes longer is lost, and the log says so in one line."""
         for each in self._exports:
             each.is_ending = True
-        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # they tell of each try
-        known = self._lost
-        if not await _all_end([batch.shutdown for batch in self._batches], seconds):
+        theirs, known = logging.getLogger("opentelemetry"), self._lost
+        level = theirs.level
+        theirs.setLevel(logging.CRITICAL)  # they tell of each try
+        try:
+            has_ended = await _all_end([batch.shutdown for batch in self._batches], seconds)
+        finally:
+            theirs.setLevel(level)
+        if not has_ended:
             said = "the last spans are lost: the collector has not taken them for %g seconds"
             logger.warning(said, seconds)
         elif self._lost > known:
@@ -101,9 +106,11 @@ async def _all_end(works: Sequence[Callable[[], None]], seconds: float) -> bool:
     ends = [asyncio.Event() for _ in works]
 
     def run(work: Callable[[], None], end: asyncio.Event) -> None:
-        work()
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(end.set)
+        try:
+            work()
+        finally:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(end.set)
 
     for work, end in zip(works, ends, strict=True):
         threading.Thread(target=run, args=(work, end), name="last spans", daemon=True).start()

@@ -4,6 +4,7 @@ and the formats that models are stored in."""
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,7 +221,9 @@ def difference_on(subject: Subject, route: Route, folder: Path) -> float:
     assert not route.interrupted or (counters.evictions and counters.pauses)
     assert all(len(request.generated_tokens) == NEW for request in requests)
     found = zip(requests, twice, strict=True)
-    return max(subject.difference(request, prompt) for request, prompt in found)
+    each = [subject.difference(request, prompt) for request, prompt in found]
+    assert all(math.isfinite(difference) for difference in each), each
+    return max(each)
 
 
 def is_stored_exactly(ours: Pretrained, stored: Literal["ours", "megatron"], folder: Path) -> bool:

@@ -317,6 +317,20 @@ def test_a_request_is_aborted_by_its_clients_id(http: httpx.Client, way: str, sl
         sent(http, "/resume")
 
 
+@pytest.mark.parametrize("wrong", ["", "cmpl-", "resp_", "é", "a\n"])
+def test_an_empty_id_aborts_nobody(http: httpx.Client, wrong: str) -> None:
+    said = sent(http, "/abort_requests", {"request_ids": ["mine", wrong]}, status=400)
+    assert said["error"]["param"] == "request_ids"
+
+
+def test_an_update_to_which_nothing_came_is_none(http: httpx.Client) -> None:
+    sent(http, "/start_weight_update")
+    said = sent(http, "/finish_weight_update", status=400)["error"]["message"]
+    assert "no tensor has come" in said
+    sent(http, "/start_weight_update", {"partial": True})
+    sent(http, "/finish_weight_update")
+
+
 def test_an_id_that_no_header_could_have_is_refused(http: httpx.Client) -> None:
     for wrong in ("", "a b", "é", "a" * 129):
         said = sent(http, "/v1/completions", {"prompt": "a", "request_id": wrong}, status=400)
@@ -327,12 +341,19 @@ def test_an_id_that_no_header_could_have_is_refused(http: httpx.Client) -> None:
 def test_a_pause_that_aborts_is_no_pause_that_keeps(http: httpx.Client, stream: bool) -> None:
     """The mode stood in the query, and the body was ``{}``: it was passed over."""
     body = {**BODY, "stream": stream, "request_id": "long"}
+
+    def ask() -> str:
+        while (answer := http.post("/v1/completions", json=body)).status_code == 429:
+            """It came while the engine waited for others."""
+        return answer.text
+
     sent(http, "/pause")
     try:
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(http.post, "/v1/completions", json=body)
-            while '"abort"' not in (asked.result().text if asked.done() else ""):
+            asked = pool.submit(ask)
+            while not asked.done():
                 sent(http, "/pause?mode=abort", {})
+            assert '"abort"' in asked.result()
     finally:
         sent(http, "/resume")
 

@@ -8,6 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from megatron_async.errors import ConfigError
+from megatron_async.serving.http.frontend import ServerConfig
 from tests.support.engines import hash_engine
 from tests.support.hash_tokenizer import hash_tokenizer
 from tests.support.served import served
@@ -83,3 +85,9 @@ def test_an_unknown_mode_is_refused_by_its_name() -> None:
         body = {"prompt": "a", "logprobs_mode": "processed_logits"}
         answer = httpx.post(f"{made.url}/v1/completions", json=body)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "logprobs_mode"
+
+
+def test_the_engines_own_word_is_no_mode_of_a_server() -> None:
+    wrong: Any = "processed"
+    with pytest.raises(ConfigError, match="'processed' must be raw_logprobs or processed_logprobs"):
+        ServerConfig(model_names=("m",), logprobs_mode=wrong)
