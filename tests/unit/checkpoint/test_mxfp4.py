@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.utils.quantization_config import Mxfp4Config
 
 from megatron_async.checkpoint import load_pretrained
+from megatron_async.checkpoint.huggingface.field_table import MXFP4
 from megatron_async.checkpoint.reading.mxfp4 import unpack
 from megatron_async.errors import CheckpointError
 from tests.support.huggingface_models import CONFIGS, random_model
@@ -68,14 +72,37 @@ def write(path: Path, tensors: dict[str, Tensor]) -> None:
     index.write_text(json.dumps({"weight_map": files}))
 
 
-def test_packed_model_gives_transformers_logits(packed: tuple[Any, Path]) -> None:
+FIELDS: dict[str, tuple[Any, ...]] = {
+    "modules_to_not_convert": (None, [], ["lm_head"], ["model.layers.*.mlp.experts"]),
+    "dequantize": (None, False, True),
+}
+"""Each but the method's name, with values that change nothing: the names of tensors say what is
+packed."""
+MEANT = [QUANTIZED, {"quant_method": "mxfp4"}] + [
+    {**QUANTIZED, field: value} for field, values in FIELDS.items() for value in values
+]
+
+
+@pytest.mark.parametrize("meant", MEANT, ids=str)
+def test_packed_model_gives_transformers_logits(
+    packed: tuple[Any, Path], tmp_path: Path, meant: dict[str, Any]
+) -> None:
     theirs, path = packed
-    ours = load_pretrained(path).model
+    folder = shutil.copytree(path, tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": meant}))
+    ours = load_pretrained(folder).model
     ids = torch.randint(1, 100, (1, 45))
     with torch.no_grad():
         expected = theirs(ids).logits
         found = ours(ids, torch.arange(45)[None], None, runtime_gather_output=True)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+
+
+def test_each_field_of_transformers_class_is_tried() -> None:
+    taken = inspect.signature(Mxfp4Config.__init__).parameters.keys() - {"self", "kwargs"}
+    assert taken == FIELDS.keys() == set(MXFP4.names) - {"quant_method"}
+    assert Mxfp4Config().to_dict().keys() <= set(MXFP4.names)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +138,7 @@ def test_packed_weights_that_do_not_fit_are_named(
     [
         ("gpt_oss", {"quant_method": "fp8"}, "unquantized weights, or quant_method 'mxfp4'"),
         ("gpt_oss", {"bits": 4}, "unquantized weights, or quant_method 'mxfp4'"),
+        ("gpt_oss", {**QUANTIZED, "quant_method": None}, "unquantized weights, or quant_method"),
         ("llama", QUANTIZED, "supported: unquantized weights$"),
     ],
 )
