@@ -8,7 +8,7 @@ import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from megatron_async.errors import RequestError
 from megatron_async.request import parameter_checks as checks
@@ -19,6 +19,12 @@ MAX_STOP_TOKEN_IDS = 8
 """Width of the stop set kept on the device; further ids are the host's to find."""
 MAX_LOGIT_BIAS = 100.0
 """Larger biases are cut to this, as in vLLM."""
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+"""megatron-core's and vLLM's words for ``log_probs_mode``."""
+LOG_PROBS_MODES: dict[str, str] = {
+    mode: mode.removesuffix("_logprobs") for mode in get_args(LogprobsMode)
+}
+"""``log_probs_mode`` by these words."""
 LIMITING = (
     "structured_outputs",
     "logits_processors",
@@ -388,7 +394,7 @@ _CHECKS: dict[str, checks.Check] = {
     "ignore_eos": checks.flag,
     "include_stop_str_in_output": checks.flag,
     "detokenize": checks.flag,
-    "log_probs_mode": checks.one_of("raw", "processed"),
+    "log_probs_mode": checks.one_of(*LOG_PROBS_MODES.values()),
     "n": checks.in_range("n", none=1),
     "best_of": checks.optional(checks.in_range("best_of")),
     "num_speculative_tokens": checks.optional(checks.in_range("num_speculative_tokens")),

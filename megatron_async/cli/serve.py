@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_async.cli.options import options
 from megatron_async.cli.options.server_keys import ADMIN_KEY_VARIABLE, KEY_VARIABLE, keys_of
-from megatron_async.cli.options.values import LOGPROBS_MODES, integer, json_object, number
+from megatron_async.cli.options.values import integer, json_object, number
 from megatron_async.cli.serve_replicas import add_replica_options, check_replica_options
 from megatron_async.processes.watching.heartbeat import HEARTBEAT_SECONDS
+from megatron_async.sampling_params import LOG_PROBS_MODES
 from megatron_async.serving.engine_side.stall_watch import STALL_SECONDS
 
 if TYPE_CHECKING:
@@ -109,7 +110,8 @@ def add_command(commands: Any) -> None:
     add("--abort-finish-reason", action="store_true", help=said)
     said = "log-probabilities of requests that do not say: the model's, or of the distribution "
     said += "that was sampled from, which trainers need (default: %(default)s)"
-    add("--logprobs-mode", choices=LOGPROBS_MODES, default=LOGPROBS_MODES[0], help=said)
+    modes = tuple(LOG_PROBS_MODES)
+    add("--logprobs-mode", choices=modes, default=modes[0], help=said)
     options.add_model_options(parser)
     options.add_scheduling_options(parser, default="off")
     options.add_engine_options(parser, block_size_tokens=None)

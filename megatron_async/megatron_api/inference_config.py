@@ -12,6 +12,7 @@ from typing import Any
 from megatron_async.errors import ConfigError, shown
 from megatron_async.megatron_api.main_tables import INFERENCE_CONFIG
 from megatron_async.megatron_api.names import check_keywords
+from megatron_async.sampling_params import LOG_PROBS_MODES
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,6 @@ _CHOICES: dict[str, type[Enum]] = {
     "async_sched_mode": AsyncScheduleMode,
     "kv_cache_management_mode": KVCacheManagementMode,
 }
-_LOG_PROBS_MODES = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
 
 
 @dataclass
@@ -131,8 +131,8 @@ def _settings(config: Any) -> dict[str, Any]:
     for name, choices in _CHOICES.items():
         values[name] = _choice(name, values.get(name, next(iter(choices))), choices)
     mode = values.get("logprobs_mode", "raw_logprobs")
-    if mode not in _LOG_PROBS_MODES:
-        known = " or ".join(_LOG_PROBS_MODES)
+    if mode not in LOG_PROBS_MODES:
+        known = " or ".join(LOG_PROBS_MODES)
         raise ConfigError(f"logprobs_mode={shown(mode)} must be {known}")
     return values
 
@@ -218,6 +218,6 @@ def engine_settings(config: Any) -> EngineSettings:
         inference_logging_step_interval=values["logging_step_interval"],
         enable_chunked_prefill=bool(values["enable_chunked_prefill"]),
         num_speculative_tokens=values["num_speculative_tokens"],
-        log_probs_mode=_LOG_PROBS_MODES[values["logprobs_mode"]],
+        log_probs_mode=LOG_PROBS_MODES[values["logprobs_mode"]],
         recomputes=values["kv_cache_management_mode"] == KVCacheManagementMode.RECOMPUTE.value,
     )

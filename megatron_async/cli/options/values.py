@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_async.checkpoint.reading.json_file import json_fault
 from megatron_async.request.parameter_ranges import INTEGERS, NUMBERS
+from megatron_async.sampling_params import LOG_PROBS_MODES
 
 
 def integer(low: int, high: int | None = None) -> Callable[[str], int]:
@@ -72,15 +73,11 @@ def id_and_bias(text: str) -> tuple[str, float]:
     return token, float(bias)
 
 
-LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
-"""megatron-core's words, and vLLM's."""
-
-
 def log_probs_mode(text: str) -> str:
     """Converts megatron-core's word for it to ours."""
-    if text not in LOGPROBS_MODES:
-        raise argparse.ArgumentTypeError(f"{text!r} must be raw_logprobs or processed_logprobs")
-    return text.removesuffix("_logprobs")
+    if text not in LOG_PROBS_MODES:
+        raise argparse.ArgumentTypeError(f"{text!r} must be {' or '.join(LOG_PROBS_MODES)}")
+    return LOG_PROBS_MODES[text]
 
 
 def contents(name: str) -> str:

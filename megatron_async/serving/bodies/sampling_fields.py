@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from megatron_async.errors import RequestError
 from megatron_async.grammar.spec import StructuredOutputs
 from megatron_async.request.parameter_checks import in_range
-from megatron_async.sampling_params import SamplingParams
+from megatron_async.sampling_params import LOG_PROBS_MODES, LogprobsMode, SamplingParams
 from megatron_async.serving.bodies.body import (
     MAX_ENTRIES,
     MAX_IDS,
@@ -27,9 +27,6 @@ from megatron_async.serving.bodies.body import (
 from megatron_async.serving.bodies.formats import ResponseFormat, StreamOptions, structure_of_format
 from megatron_async.serving.chat.chat_messages import plain
 from megatron_async.serving.http.errors import ApiError, renamed
-
-LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
-"""vLLM's names: of the model, or of the distribution that was sampled from."""
 
 LEAST_TEMPERATURE = 1e-5
 """The engine divides by no smaller one."""
@@ -196,7 +193,7 @@ class SamplingFields(OwnFields):
             skip_prompt_log_probs=of_prompt is None,
             num_tokens_to_generate=self.num_new_tokens,
             top_n_logprobs=max(asked or 0, of_prompt or 0),
-            log_probs_mode="processed" if self.logprobs_mode == "processed_logprobs" else "raw",
+            log_probs_mode=LOG_PROBS_MODES[_or(self.logprobs_mode, "raw_logprobs")],
             stop_words=self.stop or None,
             stop_token_ids=self.stop_token_ids,
             seed=self.seed,

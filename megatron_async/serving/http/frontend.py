@@ -8,13 +8,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
 from megatron_async.errors import ConfigError
-from megatron_async.sampling_params import SamplingParams
-from megatron_async.serving.bodies.sampling_fields import LogprobsMode
+from megatron_async.sampling_params import LOG_PROBS_MODES, LogprobsMode, SamplingParams
 from megatron_async.serving.chat.chat import Chat
 from megatron_async.serving.endpoints.log_prob_shapes import TokenNames
 from megatron_async.serving.front_end.generation import Generator
@@ -94,8 +93,8 @@ class ServerConfig:
         check_origins(self.allow_origins)
         if self.prefix_cache_per_key and not self.api_keys:
             raise ConfigError("prefix_cache_per_key needs api_key; give each client a key")
-        if self.logprobs_mode not in get_args(LogprobsMode):
-            known = " or ".join(get_args(LogprobsMode))
+        if self.logprobs_mode not in LOG_PROBS_MODES:
+            known = " or ".join(LOG_PROBS_MODES)
             raise ConfigError(f"logprobs_mode={self.logprobs_mode!r} must be {known}")
         for name in ("max_body_bytes", "max_choices", "max_prompts"):
             if getattr(self, name) < 1:
