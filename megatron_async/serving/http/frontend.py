@@ -138,7 +138,7 @@ class Frontend:
 
 def name_of(request: Request, asked: str | None) -> str:
     """The id of a request: what its client sent as ``request_id`` or ``x-request-id``, or one of
-    its own. Answers have it, and it is aborted by it.
+    its own. Answers and the log line have it, and it is aborted by it.
 
     Raises:
         ApiError: it is too long, or has other characters than those of a header.
@@ -146,7 +146,10 @@ def name_of(request: Request, asked: str | None) -> str:
     if asked is not None and not PLAIN_ID.fullmatch(asked):
         said = "request_id must have 1 to 128 characters of ASCII, without spaces"
         raise ApiError(400, said, param="request_id")
-    name: str = request.state.request_id if asked is None else asked
+    if asked is not None:
+        request.state.log_more.append(lambda: {"request_id": asked})
+        return asked
+    name: str = request.state.request_id
     return name
 
 

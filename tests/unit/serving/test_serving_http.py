@@ -68,7 +68,9 @@ def test_logs_are_json_without_prompts(
         text = client.post("/v1/completions", json=body, headers=headers).json()["choices"][0]
         headers = {"x-request-id": "logged-too"}
         client.post("/v1/completions", json={"prompt": "zyxzyx", "n": 0}, headers=headers)
-        server.until(lambda: {"logged", "logged-too"} <= logged())
+        body = {"prompt": "a", "request_id": "in-the-body"}
+        assert client.post("/v1/completions", json=body).json()["id"] == "cmpl-in-the-body"
+        server.until(lambda: {"logged", "logged-too", "in-the-body"} <= logged())
     lines = [JsonFormatter().format(record) for record in caplog.records]
     said = next(line for line in map(json.loads, lines) if line.get("request_id") == "logged")
     assert (said["path"], said["status"]) == ("/v1/completions", 200)
