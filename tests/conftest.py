@@ -105,6 +105,18 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     logger.propagate = kept
 
 
+@pytest.fixture(autouse=True)
+def _leave_a_gpu_to_the_others(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Several processes share a GPU: what PyTorch keeps for its next tensors goes back."""
+    yield
+    if request.node.get_closest_marker("gpu") is not None:
+        import torch  # long loaded, where a test has it
+
+        if torch.cuda.is_available():
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
 def pytest_collection_finish() -> None:
     """Modules and tests are no garbage: each full collection would look at them again."""
     gc.collect()

@@ -26,9 +26,13 @@ DEFAULT_SNAPSHOT_GIB = {"cpu": 0.25, "cuda": 4.0}
 SNAPSHOTS_PER_REQUEST = 4
 
 FREE_SHARE = 0.75
-"""The most of what is free that a default cache takes: steps need some too."""
+"""The most of what is free beside the steps that a default cache takes."""
 SNAPSHOT_SHARE = 0.125
 """The same of the default snapshots."""
+STEPS_GIB = {"cpu": 0.0, "cuda": 0.75}
+"""What steps take beside logits: code of kernels, workspaces, graphs and streams."""
+LOGITS_COPIES = 4
+"""A step has the logits of all its rows so often, in fp32."""
 MOST_DEFAULT_TOKENS = 2**20
 """Most tokens of a request, unless the user allows more: a file may say any number."""
 
@@ -45,6 +49,27 @@ def cached_tokens(
     return model.cached.decoder, draft.cached.decoder.token_bytes
 
 
+def beside_steps(
+    model: ModelDescription, config: EngineConfig, device: str, free: int | None
+) -> int | None:
+    """Of ``free`` bytes those that steps leave; None for None.
+
+    Raises:
+        CacheTooLargeError: they leave none, and nobody has said how large the cache is.
+    """
+    if free is None or not STEPS_GIB[device]:
+        return free
+    rows = config.max_requests * (1 + config.num_speculative_tokens)
+    steps = int(STEPS_GIB[device] * GIB) + LOGITS_COPIES * 4 * rows * model.vocab_size
+    if free <= steps and config.block_count is None and config.buffer_size_gb is None:
+        raise CacheTooLargeError(
+            f"steps of max_requests={config.max_requests} take about {steps / GIB:,.1f} GiB, and "
+            f"{free / GIB:,.1f} GiB are free beside the weights; lower max_requests, take a "
+            f"smaller model, or {FREE_IT}"
+        )
+    return max(free - steps, 0)
+
+
 def sizes_of(
     model: ModelDescription,
     draft: ModelDescription | None,
@@ -55,7 +80,8 @@ def sizes_of(
     """The sizes of the cache that a configuration asks for.
 
     Args:
-        free: bytes of the device's memory, beside the weights; None is as many as may be needed.
+        free: bytes of the device's memory, beside the weights and what steps take; None is as many
+            as may be needed.
 
     Raises:
         ConfigError: a length exceeds the model's, or the cache cannot hold what is asked.

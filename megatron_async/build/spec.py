@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
-from megatron_async.build.sizes import cached_tokens, sizes_of, snapshot_count_of
+from megatron_async.build.sizes import beside_steps, cached_tokens, sizes_of, snapshot_count_of
 from megatron_async.config.engine_config import EngineConfig, check_config, draft_windows
 from megatron_async.drafting.choose import Drafting, choose_drafting
 from megatron_async.errors import ConfigError
@@ -73,6 +73,7 @@ class EngineSpec:
         check_config(config)
         described = ModelDescription.of(model.network, config.recurrent_state_dtype)
         draft = None if model.draft is None else ModelDescription.of(model.draft)
+        free = beside_steps(described, config, device, free)
         if given is None:
             cache, further = cached_tokens(described, draft, config)
             sizes = sizes_of(described, draft, config, device, free)
@@ -115,6 +116,12 @@ class EngineSpec:
             snapshot_count=snapshots,
             has_filters_in_extras=layout.tensor > 1 and device == "cuda",
         )
+
+    @property
+    def cache_bytes(self) -> int:
+        """What all usable blocks take on rank 0."""
+        token_bytes = self.cache.token_bytes + self.further_token_bytes
+        return self.sizes.block_count * self.sizes.block_size_tokens * token_bytes
 
     def repeatable(self, config: EngineConfig) -> EngineConfig:
         """``config`` with the sizes that were chosen here: another machine may have more free."""

@@ -40,10 +40,16 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` is how PyTorch says that a device or the machine has no memory left."""
-    said = str(error).lower()
-    names_it = "out of memory" in said or "can't allocate memory" in said
-    return isinstance(error, RuntimeError) and names_it
+    """Whether ``error`` is how PyTorch says that a device or the machine has no memory left, or
+    what came of it: the capture of a graph ends in an error of its own."""
+    at: BaseException | None = error
+    while at is not None:
+        said = str(at).lower().replace("_", " ")
+        names_it = "out of memory" in said or "can't allocate memory" in said
+        if isinstance(at, RuntimeError) and names_it:
+            return True
+        at = at.__cause__ or at.__context__
+    return False
 
 
 @contextmanager
@@ -96,6 +102,26 @@ def weights_must_fit(device: torch.device, size: int, dtype: torch.dtype) -> Ite
         left = free_bytes(device)
         said = "no room for all of it" if left is None else f"{left / GIB:,.1f} GiB left of it"
         raise ModelTooLargeError(f"{reason}{said}; {advice}") from None
+
+
+@contextmanager
+def steps_must_fit(device: torch.device, cache_bytes: int, lower: str) -> Iterator[None]:
+    """Make all of an engine in this scope: its cache, what steps need beside it, and their graphs.
+
+    Raises:
+        CacheTooLargeError: they do not fit; what is free and what to ``lower``.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        free, total = free_bytes(device), memory_bytes(device)
+        has = "no memory left" if free is None else _free_of(free, total)
+        raise CacheTooLargeError(
+            f"beside a KV cache of {cache_bytes / GIB:,.1f} GiB the engine's steps do not fit: "
+            f"device {device} had {has} when more was asked for; lower {lower}, or {FREE_IT}"
+        ) from None
 
 
 def _free_of(free: int, total: int | None) -> str:

@@ -15,7 +15,7 @@ from megatron_async.build.ranks import open_on_all_ranks
 from megatron_async.build.spec import EngineSpec
 from megatron_async.config.engine_config import EngineConfig
 from megatron_async.device import resolve_device
-from megatron_async.device.memory import free_bytes
+from megatron_async.device.memory import free_bytes, steps_must_fit
 from megatron_async.device.protocol import Device
 from megatron_async.engine.api_style import OUR_STYLE, ApiStyle
 from megatron_async.engine.commands import (
@@ -95,7 +95,10 @@ class DynamicInferenceEngine:
         )
         # A file that cannot be written is an error before graphs are captured.
         run_file = None if config.record is None else RunFile(config.record)
-        opened = open_on_all_ranks(spec, model, on, batch=batch, given=device, progress=progress)
+        with steps_must_fit(on, spec.cache_bytes, "max_requests or the size of the cache"):
+            opened = open_on_all_ranks(
+                spec, model, on, batch=batch, given=device, progress=progress
+            )
         self.model = model
         self.device, self.batch, self.runner = opened
         self.cache = self.batch.cache

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_async.build import runner as runner_module
 from megatron_async.build.sizes import (
     DEFAULT_CACHE_GIB,
     FREE_SHARE,
     MOST_DEFAULT_TOKENS,
+    STEPS_GIB,
+    beside_steps,
     sizes_of,
     snapshot_count_of,
 )
@@ -175,6 +179,51 @@ def test_memory_that_runs_out_while_a_model_is_built_is_one_line() -> None:
         memory.weights_must_fit(torch.device("cpu"), 1, torch.float32),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+
+def test_a_default_cache_leaves_what_steps_take() -> None:
+    """Their code and workspaces, and logits of all rows over the vocabulary."""
+    model, few, many = described(2**19), EngineConfig(), EngineConfig(max_requests=4096)
+    assert beside_steps(model, few, "cpu", GIB) == GIB
+    assert beside_steps(model, few, "cuda", None) is None
+    small, large = (beside_steps(model, each, "cuda", 3 * GIB) for each in (few, many))
+    assert small is not None and large is not None
+    assert large < small <= (3 - STEPS_GIB["cuda"]) * GIB
+    drafting = EngineConfig(num_speculative_tokens=4, speculative_method="ngram")
+    assert beside_steps(model, drafting, "cuda", 3 * GIB) < small
+    words = replace(model, vocab_size=2**18)
+    with pytest.raises(CacheTooLargeError, match=r"max_requests=4096 take about .* lower max_requ"):
+        beside_steps(words, many, "cuda", 3 * GIB)
+    given = EngineConfig(max_requests=4096, block_count=10)  # and what is free may be enough
+    assert beside_steps(words, given, "cuda", 3 * GIB) == 0
+
+
+@pytest.mark.parametrize(
+    "error",
+    (
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"),
+        RuntimeError("cuModuleLoadData failed: CUDA_ERROR_OUT_OF_MEMORY"),
+        RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"),
+    ),
+)
+@pytest.mark.parametrize("captured", (False, True))
+def test_memory_that_runs_out_as_an_engine_starts_is_one_line(
+    error: RuntimeError, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*given: Any, **more: Any) -> None:
+        if not captured:
+            raise error
+        try:
+            raise error
+        finally:  # as the end of a capture that has failed
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    config = EngineConfig(device="cpu", max_requests=2)
+    defaults = runner_module.open_runner.__kwdefaults__ | {"make": out_of_memory}
+    monkeypatch.setattr(runner_module.open_runner, "__kwdefaults__", defaults)
+    said = r"^beside a KV cache of .* GiB the engine's steps do not fit: .* free .* lower max_req"
+    with pytest.raises(CacheTooLargeError, match=said):
+        DynamicInferenceEngine.from_pretrained("tiny", config)
 
 
 def test_the_machine_says_what_is_free() -> None:

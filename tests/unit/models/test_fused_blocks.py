@@ -332,15 +332,22 @@ class Ranks:
     def all_reduce(self, rank: int) -> Callable[[Tensor], None]:
         def reduce(tensor: Tensor) -> None:
             self.parts[rank] = tensor
-            if self.barrier.wait() == 0:
+            self.meet(tensor)  # each has a stream of its own
+            if rank == 0:
                 one, other = self.parts
                 assert one is not None and other is not None and not one.equal(other)
                 total = one.float() + other.float()
                 one.copy_(total), other.copy_(total)
                 self.sums += 1
-            self.barrier.wait()
+            self.meet(tensor)
 
         return reduce
+
+    def meet(self, tensor: Tensor) -> None:
+        """Both have computed what they launched."""
+        if tensor.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        self.barrier.wait()
 
     def at_once(self, sum_up: Callable[..., None]) -> Callable[..., None]:
         """Both launch before either goes on: on one GPU what comes next may wait for all kernels.
