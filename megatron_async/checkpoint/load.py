@@ -24,6 +24,7 @@ from megatron_async.checkpoint.path import (
 from megatron_async.checkpoint.reading.files import (
     SINGLE_FILE,
     Description,
+    SafetensorsWeights,
     stored_shapes,
     weight_files,
 )
@@ -143,13 +144,16 @@ class ModelFiles:
 
             check_weights(self.directory, model, self.described.distributed)
             return
-        config = self.config
-        if self.described.own:
-            native.weights_of(self.directory, config, model).check()
-        else:
-            from megatron_async.checkpoint.huggingface.huggingface_weights import weights_of
+        self.weights_of(model).check()
 
-            weights_of(self.directory, config, model).check()
+    def weights_of(self, model: Any) -> SafetensorsWeights:
+        """The safetensors files, for ``model``, which has the same architecture. A distributed
+        checkpoint has none."""
+        if self.described.own:
+            return native.weights_of(self.directory, self.config, model)
+        from megatron_async.checkpoint.huggingface.huggingface_weights import weights_of
+
+        return weights_of(self.directory, self.config, model)
 
     def load(self, device: torch.device, dtype: torch.dtype) -> Any:
         """Build the model and fill it; raises CheckpointError."""

@@ -15,11 +15,12 @@ from megatron_async.checkpoint.reading.finite import check_finite
 from megatron_async.checkpoint.reading.json_file import one_line
 from megatron_async.checkpoint.targets import EMBEDDING, OUTPUT, check_has_values
 from megatron_async.errors import CheckpointError
-from megatron_async.weights.source import WeightSource, source_of
+from megatron_async.weights.source import ModelDirectory, WeightSource, source_of
 from megatron_async.weights.targets import Names, Shares, are_the_same
 from megatron_async.weights.tensor_info import TensorInfo, infos_of
 
 if TYPE_CHECKING:
+    from megatron_async.checkpoint.reading.files import SafetensorsWeights
     from megatron_async.models.gpt import GPTModel
 
 
@@ -47,9 +48,13 @@ def read_weights(
             elements of a tensor are not finite in the model's dtype, or the first of the copies
             fails; the model is unchanged.
     """
+    found = source_of(source)
+    stored = found.stored(model) if isinstance(found, ModelDirectory) else None
+    if stored is not None:
+        return _place_stored(stored, allow_non_finite_weights=allow_non_finite_weights).copy
     return place(
         model,
-        source_of(source).read(model),
+        found.read(model),
         whole=False,
         allow_non_finite_weights=allow_non_finite_weights,
         all_parameters=all_parameters,
@@ -83,6 +88,21 @@ class Placement:
                     raise CheckpointError(
                         f"the new {name} cannot be copied, and nothing was: {one_line(error)}"
                     ) from error
+
+
+def _place_stored(stored: SafetensorsWeights, *, allow_non_finite_weights: bool) -> Placement:
+    """Check the tensors of a model's files, all of which are there, and find where each goes.
+
+    Raises:
+        CheckpointError: see :func:`read_weights`.
+    """
+    tensors = stored.tensors()
+    targets = [stored.targets[name] for name in tensors]
+    if not allow_non_finite_weights:
+        pairs = zip(tensors.items(), targets, strict=True)
+        each = ((name, tensor, target.view.dtype) for (name, tensor), target in pairs)
+        check_finite("the new weights", each)
+    return Placement(tensors, list(targets))
 
 
 def place(

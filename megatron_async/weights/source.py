@@ -23,6 +23,7 @@ from megatron_async.checkpoint.path import model_directory, random_shape
 from megatron_async.checkpoint.reading.json_file import one_line
 from megatron_async.checkpoint.reading.regular_files import is_directory, is_regular_file
 from megatron_async.checkpoint.reading.stored_size import SLACK, least_parameters
+from megatron_async.checkpoint.targets import Target
 from megatron_async.errors import CheckpointError
 from megatron_async.models import parallel
 from megatron_async.models.description.config import ModelConfig
@@ -32,6 +33,7 @@ from megatron_async.weights.shared_memory import open_weights
 from megatron_async.weights.tensor_info import TensorInfo
 
 if TYPE_CHECKING:
+    from megatron_async.checkpoint.reading.files import SafetensorsWeights
     from megatron_async.models.gpt import GPTModel
     from megatron_async.weights.group import WeightGroup
 
@@ -63,6 +65,26 @@ class ModelDirectory:
 
     path: str
     each_rank_reads: ClassVar[bool] = True
+
+    def stored(self, model: GPTModel) -> SafetensorsWeights | None:
+        """The files, whose tensors can be copied into ``model`` without another one; None where
+        they have none of that kind, some are packed, or nobody knows what ``model`` was built from.
+
+        Raises:
+            CheckpointError: it is a directory of another model, by its config.json.
+        """
+        if model.model_config is None or random_shape(self.path) is not None:
+            return None
+        from megatron_async.checkpoint.load import ModelFiles
+
+        check_directory_size(model, model_directory(self.path))
+        found = ModelFiles.at(self.path)
+        _check_config(self.path, found.config, model)
+        if found.described.distributed is not None:
+            return None
+        weights = found.weights_of(model)
+        is_plain = all(type(target) is Target for target in weights.targets.values())
+        return weights if is_plain else None
 
     def read(self, model: GPTModel) -> Mapping[str, Any]:
         """The state dict of this rank's share, in the dtype of ``model``. A directory of another

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from megatron_async.checkpoint.megatron.padded_vocabulary import PaddedVocabulary
 from megatron_async.checkpoint.reading.json_file import one_line, read_json
 from megatron_async.checkpoint.reading.regular_files import is_regular_file
-from megatron_async.checkpoint.targets import Target
+from megatron_async.checkpoint.targets import Target, same_values
 from megatron_async.config.engine_config import MAX_COUNT
 from megatron_async.errors import CheckpointError
 from megatron_async.models.description.config import ModelConfig
@@ -138,6 +138,30 @@ class SafetensorsWeights:
         """
         _check_headers(self.directory, self.targets, self.copies, self.ignore)
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The stored tensors that have targets, over the files' memory: a page is read when it is
+        first looked at. Copies of them are looked at here.
+
+        Raises:
+            CheckpointError: as :meth:`check`, and where a copy differs.
+        """
+        self.check()
+        files, _ = weight_files(self.directory)
+        found = {
+            name: stored[...]
+            for _, name, stored in _stored_tensors(files)
+            if name in self.targets or name in self.copies
+        }
+        for name in self.copies.keys() & found.keys():
+            copied = self.copies[name]
+            target, copy = self.targets[copied], found.pop(name)
+            as_served = (
+                target.select(each).to(target.view.dtype) for each in (copy, found[copied])
+            )
+            if not same_values(*as_served):
+                raise _differs(self.directory, name, copied)
+        return found
+
     def load(self) -> None:
         """Copy the weights into the targets, one tensor in memory at a time; raises as
         :meth:`check`, before the first of them, and where a copy differs."""
@@ -151,10 +175,14 @@ class SafetensorsWeights:
             return
         for file, name, stored in _stored_tensors(files):
             if name in copies and not targets[copies[name]].equals(stored[...]):
-                raise CheckpointError(
-                    f"{file}: {name} differs from the tied {copies[name]}; if both are meant, set "
-                    "tie_word_embeddings to false in config.json"
-                )
+                raise _differs(file, name, copies[name])
+
+
+def _differs(where: Path, name: str, tied: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: {name} differs from the tied {tied}; if both are meant, set "
+        "tie_word_embeddings to false in config.json"
+    )
 
 
 def _check_headers(
