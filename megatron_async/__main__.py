@@ -43,6 +43,9 @@ def main() -> int:
     if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
         _signal.signal(_signal.SIGINT, _interrupted)
     try:
+        from megatron_async.processes.garbage import expect_imports
+
+        expect_imports()
         from megatron_async.cli.main import main as run
 
         status: int = run()

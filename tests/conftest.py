@@ -27,10 +27,15 @@ settings.register_profile(
 settings.register_profile("ci", settings.get_profile("own"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "own")
 
+INTERPRETED_CASES = 10
+"""Interpreted kernels are some hundred times as slow: a run takes one of this number of cases."""
 TOKENIZERS = Path(__file__).parent / "tokenizers"
 
 if INTERPRETED:
     mend_interpreter()
+
+# Imports and collection leave no garbage that is worth a look at all modules, again and again.
+gc.disable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -119,8 +124,8 @@ def _leave_a_gpu_to_the_others(request: pytest.FixtureRequest) -> Iterator[None]
 
 def pytest_collection_finish() -> None:
     """Modules and tests are no garbage: each full collection would look at them again."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
@@ -143,9 +148,9 @@ class _Sweeps:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        if INTERPRETED:  # some hundred times as slow
+        if INTERPRETED:
             for item in items:
-                item.add_marker(pytest.mark.sweep)
+                item.add_marker(pytest.mark.sweep(of=INTERPRETED_CASES))
         if not config.getoption("--all"):
             items[:], left_out = share(items)
             config.hook.pytest_deselected(items=left_out)

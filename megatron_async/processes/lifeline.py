@@ -21,6 +21,7 @@ import sys
 from collections.abc import Mapping
 
 from megatron_async.processes import standard_error
+from megatron_async.processes.garbage import expect_imports
 
 EXIT_ORPHAN = 3
 F_SETSIG = 10
@@ -82,5 +83,6 @@ if __name__ == "__main__":
     leave_signals_to_parent()
     hold_on(int(sys.argv[1]))
     standard_error.unblock()
+    expect_imports()
     del sys.argv[:2]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

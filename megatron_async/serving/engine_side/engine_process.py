@@ -8,7 +8,6 @@ Nothing here waits for a front end.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import sys
@@ -21,6 +20,7 @@ import msgspec
 from megatron_async.config.engine_config import EngineConfig
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.processes import standard_error
+from megatron_async.processes.garbage import keep_all
 from megatron_async.processes.messages import Started
 from megatron_async.processes.parent import EXIT_FAILED, Parent
 from megatron_async.serving.engine_side.asleep import Awake, SleepingEngine
@@ -318,8 +318,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         with parent.starting():
             engine = build_engine(launch, parent)
-    gc.collect()
-    gc.freeze()  # the model's objects are not looked at again
+    keep_all()
     process = EngineProcess(engine, launch, parent, sockets=sockets)
     ends.append(process.stop)
     if awake is not None and sleeping.is_over:  # it was told so before it had an end of its own

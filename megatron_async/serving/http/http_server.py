@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -14,6 +13,7 @@ from fastapi import FastAPI
 
 from megatron_async.errors import ConfigError, EngineDeadError
 from megatron_async.processes import stop_signals
+from megatron_async.processes.garbage import keep_all
 from megatron_async.serving.engine_side.engine_lifetime import Engine, EngineUser, with_engine
 from megatron_async.serving.http.app import Lifespan, make_app
 from megatron_async.serving.http.connections import limited_connection, most_connections
@@ -201,8 +201,7 @@ def run(work: Awaitable[T]) -> T:
     """Run :func:`serve` in uvloop's event loop where it is installed."""
 
     async def main() -> T:
-        gc.collect()
-        gc.freeze()  # nothing that is there for good is looked at again while streams wait
+        keep_all()
         return await work
 
     factory = uvicorn.Config("", loop="auto", log_config=None).get_loop_factory()
