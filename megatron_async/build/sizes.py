@@ -52,7 +52,7 @@ def cached_tokens(
 def beside_steps(
     model: ModelDescription, config: EngineConfig, device: str, free: int | None
 ) -> int | None:
-    """Those of ``free`` bytes that steps leave; None for None.
+    """What steps leave of ``free`` bytes; None for None.
 
     Raises:
         CacheTooLargeError: they leave none, and nobody has said how large the cache is.

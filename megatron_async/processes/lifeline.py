@@ -21,7 +21,6 @@ import sys
 from collections.abc import Mapping
 
 from megatron_async.processes import standard_error
-from megatron_async.processes.garbage import expect_imports
 
 EXIT_ORPHAN = 3
 F_SETSIG = 10
@@ -80,6 +79,8 @@ def _wait(descriptor: int) -> None:
 
 
 if __name__ == "__main__":
+    from megatron_async.processes.garbage import expect_imports  # which its parent does without
+
     leave_signals_to_parent()
     hold_on(int(sys.argv[1]))
     standard_error.unblock()
