@@ -92,6 +92,10 @@ def add_command(commands: Any) -> None:
     add("--chat-template", metavar="FILE", help="a Jinja template instead of the model's own")
     said = "how the model writes tool calls (default: as its chat template says)"
     add("--tool-call-format", choices=("hermes", "llama3"), help=said)
+    said = "how the model writes its thoughts, which answers then have as reasoning_content "
+    said += "(default: they stay in the content)"
+    formats = ("qwen3", "deepseek_r1", "glm45", "openai_gptoss")
+    add("--reasoning-parser", choices=formats, help=said)
     said = "serve token ids alone, to /v1/completions; the model needs no tokenizer"
     add("--skip-tokenizer-init", action="store_true", help=said)
     add_replica_options(parser)
@@ -229,6 +233,7 @@ def _frontend_settings(
         config=config,
         chat_template=args.chat_template,
         tool_call_format=args.tool_call_format,
+        reasoning_parser=args.reasoning_parser,
         skip_tokenizer_init=args.skip_tokenizer_init,
         otlp_traces_endpoint=args.otlp_traces_endpoint,
     )

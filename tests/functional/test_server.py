@@ -109,7 +109,7 @@ def test_responses(client: openai.OpenAI) -> None:
 
 
 def test_tool_calls(server: Served, client: openai.OpenAI) -> None:
-    pytest.importorskip("megatron_async.serving.chat.tool_calls")
+    pytest.importorskip("megatron_async.serving.chat.answers.tool_calls")
     schema = {
         "type": "object",
         "properties": {"unit": {"enum": ["C", "F"]}},

@@ -136,7 +136,7 @@ def make_front(
             shows_aborts=config.shows_aborts,
         ),
         tokenizer=tokenizer,
-        chat=Chat(templates or PlainTemplates()),
+        chat=templates if isinstance(templates, Chat) else Chat(templates or PlainTemplates()),
         token_names=token_names(tokenizer),
         metrics=metrics,
     )

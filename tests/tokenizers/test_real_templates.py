@@ -12,10 +12,10 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_async.errors import RequestError
+from megatron_async.serving.chat.answers.tool_calls import new_call_id
 from megatron_async.serving.chat.chat_template import ChatTemplates
 from megatron_async.serving.chat.template_sandbox import SandboxedTemplate
 from megatron_async.serving.chat.template_wants import Wants
-from megatron_async.serving.chat.tool_calls import new_call_id
 from tests.support import real_tokenizers
 from tests.tokenizers.conftest import Real, available
 from tests.tokenizers.generated import conversations

@@ -6,13 +6,21 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_async.errors import RequestError
 from megatron_async.request import parameter_checks as checks
 from megatron_async.sampling_params import SamplingParams
+from megatron_async.serving.chat.answers.message import MessageParser
+from megatron_async.serving.chat.answers.reasoning import (
+    CLOSING,
+    OPENING,
+    ReasoningFormat,
+    ThoughtParser,
+    begins_inside,
+)
 from megatron_async.serving.chat.chat_messages import plain
 from megatron_async.serving.chat.prompt import NO_PLACE, Prompt, PromptMaker, Templates, Tool
 from megatron_async.serving.front_end.limited_worker import LimitedWorkers, TooMuchError
@@ -71,97 +79,6 @@ def with_tools(params: SamplingParams, tools: ToolUse, *, has_format: bool) -> S
     return dataclasses.replace(params, structured_outputs=structure)
 
 
-@dataclass(slots=True)
-class Message:
-    """A whole message, from its deltas."""
-
-    content: list[str] = field(default_factory=list)
-    calls: list[dict[str, Any]] = field(default_factory=list)
-
-    def add(self, deltas: Sequence[dict[str, Any]]) -> None:
-        """The next deltas, in order."""
-        for delta in deltas:
-            if "content" in delta:
-                self.content.append(delta["content"])
-            for call in delta.get("tool_calls", ()):
-                if call["index"] == len(self.calls):
-                    function = {"name": call["function"]["name"], "arguments": ""}
-                    self.calls.append({"id": call["id"], "type": "function", "function": function})
-                self.calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as OpenAI's API has it: without content where there are calls alone."""
-        text = "".join(self.content)
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if self.calls:
-            message["content"] = text or None
-            message["tool_calls"] = self.calls
-        return message
-
-
-class MessageParser:
-    """Makes deltas of a message of its text, as it comes.
-
-    Args:
-        parser: finds tool calls; None leaves all as content.
-        parallel: False keeps the first call alone.
-        hidden: special tokens that are no content, where no call comes of them.
-        named: the request has chosen the function, and its call is no reason to end.
-    """
-
-    def __init__(
-        self,
-        parser: Any = None,
-        *,
-        parallel: bool = True,
-        hidden: Collection[str] = (),
-        named: bool = False,
-    ) -> None:
-        self._parser = parser
-        self._named = named
-        self._hidden = hidden
-        self._parallel = parallel
-
-    def push(self, text: str) -> list[dict[str, Any]]:
-        """Deltas that ``text`` completes."""
-        if self._parser is None:
-            return [{"content": text}] if text else []
-        return self._deltas(self._parser.push(text))
-
-    def finish(self) -> list[dict[str, Any]]:
-        """Deltas of what is left."""
-        if self._parser is None:
-            return []
-        return self._deltas(self._parser.finish())
-
-    def _deltas(self, parts: Sequence[Any]) -> list[dict[str, Any]]:
-        shown = []
-        for part in parts:
-            if isinstance(part, str):
-                for marker in self._hidden:
-                    part = part.replace(marker, "")
-            elif not self._parallel and part.index:
-                continue
-            if part:
-                shown.append(_delta(part))
-        return shown
-
-    def finish_reason(self, reason: str | None) -> str | None:
-        """``tool_calls`` where the model has chosen to call and its message has come to its end."""
-        called = self._parser is not None and self._parser.call_count > 0
-        return "tool_calls" if called and reason == "stop" and not self._named else reason
-
-
-def _delta(part: Any) -> dict[str, Any]:
-    if isinstance(part, str):
-        return {"content": part}
-    call: dict[str, Any] = {"index": part.index, "function": {"arguments": part.arguments}}
-    if part.id is not None:
-        call |= {"id": part.id, "type": "function"}
-        call["function"] = {"name": part.name, **call["function"]}
-    return {"tool_calls": [call]}
-
-
 class Renderer(Protocol):
     """Runs templates elsewhere."""
 
@@ -178,6 +95,7 @@ class Chat:
     Args:
         templates: of the model.
         tool_format: how the model writes tool calls; None for what its template says.
+        reasoning_format: how it writes its thoughts; None leaves them in the content.
         renderer: where the templates run, which are programs; None for here.
     """
 
@@ -186,10 +104,12 @@ class Chat:
         templates: Templates,
         *,
         tool_format: str | None = None,
+        reasoning_format: str | None = None,
         renderer: Renderer | None = None,
     ) -> None:
         self._templates = templates
         self._tool_format = tool_format
+        self._reasoning = None if reasoning_format is None else ReasoningFormat(reasoning_format)
         self._renderer = renderer
         self._maker = PromptMaker(templates)
         self._has_warned = False
@@ -202,6 +122,7 @@ class Chat:
         chat_template: str | None = None,
         tokenizer_model: str | None = None,
         tool_format: str | None = None,
+        reasoning_format: str | None = None,
     ) -> Chat:
         """The chat of a model directory; raises CheckpointError."""
         from megatron_async.serving.chat.chat_template import ChatTemplates
@@ -213,7 +134,8 @@ class Chat:
         renderer = LimitedWorkers(
             ChatTemplates.__module__, templates.to_dict(), seconds=MAX_SECONDS
         )
-        return cls(templates, tool_format=tool_format, renderer=renderer)
+        formats = {"tool_format": tool_format, "reasoning_format": reasoning_format}
+        return cls(templates, **formats, renderer=renderer)  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Make no prompt any more."""
@@ -264,34 +186,64 @@ class Chat:
         return made
 
     def markers(self, tools: ToolUse) -> tuple[str, ...]:
-        """What marks calls in an answer, and must be in the text that its parser gets."""
+        """What marks calls and thoughts in an answer, and must be in the text that its parser
+        gets."""
         format = self._format(tools)
-        if format is None:
-            return ()
-        from megatron_async.serving.chat.tool_format import MARKERS, ToolFormat
+        markers: tuple[str, ...] = ()
+        if format is not None:
+            from megatron_async.serving.chat.answers.tool_format import MARKERS, ToolFormat
 
-        return MARKERS[ToolFormat(format)]
+            markers = MARKERS[ToolFormat(format)]
+        if self._reasoning is None:
+            return markers
+        if self._reasoning is not ReasoningFormat.GPT_OSS:
+            return (*markers, OPENING, CLOSING)
+        from megatron_async.serving.chat.answers import harmony
 
-    def parser(self, tools: ToolUse, hidden: Collection[str] = ()) -> MessageParser:
+        return (*markers, *harmony.MARKERS)
+
+    def parser(
+        self,
+        tools: ToolUse,
+        prompt: str,
+        hidden: Collection[str] = (),
+        *,
+        shows_thought: bool = True,
+    ) -> MessageParser:
         """A parser of one answer.
 
         Args:
+            prompt: the text that it answers, whose end may open a thought.
             hidden: markers of calls that are special tokens, and so never content.
+            shows_thought: the thought is part of the message.
         """
-        format = self._format(tools)
-        if format is None:
-            return MessageParser()
-        from megatron_async.serving.chat.tool_calls import ToolCallParser
+        format, thought = self._format(tools), None
+        parser: Any = None
+        if self._reasoning is ReasoningFormat.GPT_OSS and not tools.required:
+            from megatron_async.serving.chat.answers.harmony import HarmonyParser
 
-        parser = ToolCallParser(format, names=tools.names)
-        options = {"parallel": tools.parallel, "named": tools.named}
-        return MessageParser(parser, hidden=hidden, **options)
+            parser = HarmonyParser(tools.names)
+        else:
+            if self._reasoning is not None:
+                thought = ThoughtParser(inside=begins_inside(self._reasoning, prompt))
+            if format is not None:
+                from megatron_async.serving.chat.answers.tool_calls import ToolCallParser
+
+                parser = ToolCallParser(format, names=tools.names)
+        return MessageParser(
+            parser,
+            hidden=hidden,
+            parallel=tools.parallel,
+            named=tools.named,
+            thought=thought,
+            shows_thought=shows_thought,
+        )
 
     def _format(self, tools: ToolUse) -> str | None:
         """How an answer writes calls; None where it has none."""
         if not tools.tools:
             return None
-        from megatron_async.serving.chat.tool_format import ToolFormat, tool_format_of
+        from megatron_async.serving.chat.answers.tool_format import ToolFormat, tool_format_of
 
         if tools.required:
             return ToolFormat.JSON
@@ -315,6 +267,7 @@ class Chat:
         """
         if not tools and choice in (None, "none"):
             return ToolUse()
+        from megatron_async.serving.chat.answers.tool_format import ToolFormat
         from megatron_async.serving.chat.tool_choice import (
             allowed_tools,
             calls_beside_format,
@@ -322,7 +275,6 @@ class Chat:
             checked_tools,
             structured_outputs_for,
         )
-        from megatron_async.serving.chat.tool_format import ToolFormat
 
         try:
             given = checked_tools(tools)

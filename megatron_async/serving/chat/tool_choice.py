@@ -10,8 +10,8 @@ from typing import Any
 from megatron_async.errors import RequestError, shown
 from megatron_async.grammar.calls import Calls
 from megatron_async.grammar.spec import StructuredOutputs
+from megatron_async.serving.chat.answers.tool_format import BETWEEN, CLOSING, OPENING, ToolFormat
 from megatron_async.serving.chat.chat_messages import plain
-from megatron_async.serving.chat.tool_format import BETWEEN, CLOSING, OPENING, ToolFormat
 from megatron_async.serving.chat.tool_schemas import schema_of_call, schema_of_calls
 
 MAX_TOOLS = 128

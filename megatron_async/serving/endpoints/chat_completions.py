@@ -11,7 +11,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from megatron_async.serving.chat.chat import Message, MessageParser, ToolUse, with_tools
+from megatron_async.serving.chat.answers.message import Message, MessageParser
+from megatron_async.serving.chat.chat import ToolUse, with_tools
 from megatron_async.serving.chat.prompt import Prompt
 from megatron_async.serving.endpoints.json_body import apart
 from megatron_async.serving.endpoints.log_prob_shapes import chat_log_probs, prompt_log_probs
@@ -201,7 +202,12 @@ class _ChatCompletion:
         return {"usage": None} if self._body.wants_usage else {}
 
     def _parser(self) -> MessageParser:
-        return self._front.chat.parser(self._tools, self._job.markers.values())
+        return self._front.chat.parser(
+            self._tools,
+            self._prompt.text,
+            self._job.markers.values(),
+            shows_thought=self._body.include_reasoning is not False,
+        )
 
     def _log_probs(self, ids: list[int], log_probs: Any) -> dict[str, Any] | None:
         if self._top is None or not log_probs:

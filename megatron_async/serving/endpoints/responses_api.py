@@ -235,7 +235,8 @@ class _Answer:
         self._top = body.log_probs
         self._shows_weights = bool(body.return_weight_versions)
         self._numbers = itertools.count()
-        self._items = OutputItems(request_id, front.chat.parser(tools, job.markers.values()))
+        parser = front.chat.parser(tools, prompt.text, job.markers.values())
+        self._items = OutputItems(request_id, parser)
         format = (body.text and body.text.format) or TextFormat(schema=None)
         self._head: dict[str, Any] = {
             "id": f"resp_{request_id}",

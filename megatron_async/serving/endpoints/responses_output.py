@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_async.serving.chat.chat import MessageParser
+from megatron_async.serving.chat.answers.message import MessageParser
 
 Event = dict[str, Any]
 """Without its number."""
@@ -109,8 +109,52 @@ class _Call:
         yield {"type": "response.output_item.done", "output_index": self.place, "item": item}
 
 
+@dataclass(slots=True)
+class _Thought:
+    """A thought that has begun; its part is ``reasoning_text``, as OpenAI's open models have it."""
+
+    item_id: str
+    place: int
+    text: list[str] = field(default_factory=list)
+
+    @property
+    def part(self) -> dict[str, Any]:
+        """Its one part, with what it has so far."""
+        return {"type": "reasoning_text", "text": "".join(self.text)}
+
+    def item(self, status: str) -> dict[str, Any]:
+        """The item as it is by now, empty at first."""
+        content = [] if status == "in_progress" else [self.part]
+        said = {"summary": [], "content": content, "status": status}
+        return {"id": self.item_id, "type": "reasoning", **said}
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """Its place in the response."""
+        return {"item_id": self.item_id, "output_index": self.place, "content_index": 0}
+
+    def begin(self) -> Iterator[Event]:
+        """Events of its beginning."""
+        item = self.item("in_progress")
+        yield {"type": "response.output_item.added", "output_index": self.place, "item": item}
+        yield {"type": "response.content_part.added", **self.where, "part": self.part}
+
+    def add(self, text: str) -> Event:
+        """More of it."""
+        self.text.append(text)
+        return {"type": "response.reasoning_text.delta", **self.where, "delta": text}
+
+    def end(self, status: str) -> Iterator[Event]:
+        """Events of its end."""
+        part = self.part
+        yield {"type": "response.reasoning_text.done", **self.where, "text": part["text"]}
+        yield {"type": "response.content_part.done", **self.where, "part": part}
+        item = self.item(status)
+        yield {"type": "response.output_item.done", "output_index": self.place, "item": item}
+
+
 class OutputItems:
-    """Messages and calls of functions, of one text.
+    """Thoughts, messages and calls of functions, of one text.
 
     Log-probabilities are those of a message's tokens. Tokens whose text is held back are shown with
     the next text, and not at all if a call comes of them.
@@ -124,7 +168,7 @@ class OutputItems:
         self._request_id = request_id
         self._parser = parser
         self._ended: list[dict[str, Any]] = []
-        self._open: _Message | _Call | None = None
+        self._open: _Message | _Call | _Thought | None = None
         self._held: list[dict[str, Any]] = []
 
     def push(self, text: str, log_probs: list[dict[str, Any]]) -> list[Event]:
@@ -148,6 +192,8 @@ class OutputItems:
     def _events(self, deltas: list[dict[str, Any]]) -> list[Event]:
         events: list[Event] = []
         for delta in deltas:
+            if "reasoning_content" in delta:
+                events += self._of_thought(delta["reasoning_content"])
             if "content" in delta:
                 if not isinstance(self._open, _Message):
                     events += self._begin_message()
@@ -169,6 +215,15 @@ class OutputItems:
         assert isinstance(self._open, _Call)
         if function["arguments"]:
             yield self._open.add(function["arguments"])
+
+    def _of_thought(self, text: str) -> Iterator[Event]:
+        self._held = []
+        if not isinstance(self._open, _Thought):
+            yield from self._end("completed")
+            place = len(self._ended)
+            self._open = _Thought(f"rs_{self._request_id}" + (f"_{place}" if place else ""), place)
+            yield from self._open.begin()
+        yield self._open.add(text)
 
     def _begin_message(self) -> list[Event]:
         events = self._end("completed")

@@ -27,6 +27,7 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True):
         tokenizer_model: a ``tokenizer.json``, or its directory, instead of the model's own.
         chat_template: a file with a Jinja template instead of the model's own.
         tool_call_format: how the model writes tool calls; None for what its template says.
+        reasoning_parser: how it writes its thoughts; None leaves them in the content.
         skip_tokenizer_init: token ids alone are served, and the model needs no tokenizer.
         otlp_traces_endpoint: see ``make_provider``.
         metrics_directory: where front ends in several processes count together; None for one.
@@ -38,6 +39,7 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_model: str | None = None
     chat_template: str | None = None
     tool_call_format: str | None = None
+    reasoning_parser: str | None = None
     skip_tokenizer_init: bool = False
     otlp_traces_endpoint: str | None = None
     metrics_directory: str | None = None
@@ -115,6 +117,7 @@ def _text_of(settings: FrontendSettings) -> Text:
         chat_template=settings.chat_template,
         tokenizer_model=settings.tokenizer_model,
         tool_format=settings.tool_call_format,
+        reasoning_format=settings.reasoning_parser,
     )
     return Text(tokenizer, chat, TokenNames(tokenizer))
 

@@ -13,9 +13,9 @@ from megatron_async.grammar.calls import Calls
 from megatron_async.grammar.compiler import GrammarCompiler
 from megatron_async.grammar.matcher import Matcher
 from megatron_async.grammar.spec import StructuredOutputs
-from megatron_async.serving.chat.tool_calls import ToolCallParser
+from megatron_async.serving.chat.answers.tool_calls import ToolCallParser
+from megatron_async.serving.chat.answers.tool_format import ToolFormat
 from megatron_async.serving.chat.tool_choice import calls_beside_format, checked_tools
-from megatron_async.serving.chat.tool_format import ToolFormat
 from tests.unit.grammar.test_grammar import COMPILERS, walk
 
 HERMES, LLAMA3 = ToolFormat.HERMES, ToolFormat.LLAMA3

@@ -15,8 +15,8 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from megatron_async.errors import EngineDeadError
-from megatron_async.serving.chat.chat import MessageParser
-from megatron_async.serving.chat.tool_calls import ToolCallParser
+from megatron_async.serving.chat.answers.message import MessageParser
+from megatron_async.serving.chat.answers.tool_calls import ToolCallParser
 from megatron_async.serving.endpoints.responses_input import InputMessages
 from megatron_async.serving.endpoints.responses_output import OutputItems
 from megatron_async.serving.http.errors import ApiError

@@ -99,7 +99,7 @@ CHAT_WRONG = [
     ],
 )
 def test_wrong_tools_are_refused_by_field(client: httpx.Client, body: Any, param: str) -> None:
-    pytest.importorskip("megatron_async.serving.chat.tool_calls")
+    pytest.importorskip("megatron_async.serving.chat.answers.tool_calls")
     asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4, **body}
     assert error_of(client.post("/v1/chat/completions", json=asked), 400)["param"] == param
 

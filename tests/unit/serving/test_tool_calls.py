@@ -15,16 +15,21 @@ from megatron_async.checkpoint.path import model_directory
 from megatron_async.errors import RequestError
 from megatron_async.grammar.compiler import GrammarCompiler
 from megatron_async.grammar.spec import StructuredOutputs
+from megatron_async.serving.chat.answers.json_scanner import JsonScanner, State
+from megatron_async.serving.chat.answers.tool_calls import (
+    Delta,
+    ToolCallDelta,
+    ToolCallParser,
+    new_call_id,
+)
+from megatron_async.serving.chat.answers.tool_format import ToolFormat, tool_format_of
 from megatron_async.serving.chat.chat_template import ChatTemplates
-from megatron_async.serving.chat.json_scanner import JsonScanner, State
-from megatron_async.serving.chat.tool_calls import Delta, ToolCallDelta, ToolCallParser, new_call_id
 from megatron_async.serving.chat.tool_choice import (
     MAX_TOOLS,
     checked_tool_choice,
     checked_tools,
     structured_outputs_for,
 )
-from megatron_async.serving.chat.tool_format import ToolFormat, tool_format_of
 from megatron_async.serving.http.errors import param_of
 from megatron_async.tokenizer.tokenizer import Tokenizer
 

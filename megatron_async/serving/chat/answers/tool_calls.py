@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from megatron_async.serving.chat.call_object import CallObject
-from megatron_async.serving.chat.tool_format import BETWEEN, CLOSING, OPENING, ToolFormat
+from megatron_async.serving.chat.answers.call_object import CallObject
+from megatron_async.serving.chat.answers.tool_format import BETWEEN, CLOSING, OPENING, ToolFormat
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection
 from typing import Any
 
-from megatron_async.serving.chat.json_scanner import WHITESPACE, JsonScanner, State
+from megatron_async.serving.chat.answers.json_scanner import WHITESPACE, JsonScanner, State
 
 
 class CallObject:
