@@ -76,7 +76,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     watch_for_leftovers(config)
-    choose_seed()
+    choose_seed(everything=config.getoption("--all"))
     config.pluginmanager.register(_Sweeps())
     # What one process builds for the emulator, the others need not.
     if FOLDER not in os.environ:

@@ -41,6 +41,7 @@ def drawn() -> list[tuple[str, str]]:
     return [each for each in turned if each not in LACKS]
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize(("subject", "way"), drawn(), indirect=["subject"])
 def test_log_probs_are_transformers_on_every_path(
     subject: Subject, way: str, tmp_path: Path

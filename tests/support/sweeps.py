@@ -19,16 +19,21 @@ from typing import TypeVar
 
 import pytest
 
-CASES = 6
+CASES = 8
 SEED = "TEST_SWEEP_SEED"
 """Environment variable: what is chosen by in place of the commit."""
+
+ALL = "TEST_SWEEP_ALL"
+"""The same, of ``--all``."""
 
 T = TypeVar("T")
 _ROOT = Path(__file__).parents[2]
 
 
-def choose_seed() -> None:
-    """Once for all processes of a run."""
+def choose_seed(*, everything: bool = False) -> None:
+    """Once for all processes of a run, which takes ``everything`` or a share."""
+    if everything:
+        os.environ[ALL] = "1"
     if SEED not in os.environ:
         command = ["git", "-C", str(_ROOT), "rev-parse", "HEAD"]
         try:
@@ -36,6 +41,14 @@ def choose_seed() -> None:
         except OSError:  # no git
             commit = ""
         os.environ[SEED] = commit.strip()
+
+
+def some(values: Sequence[T], count: int) -> list[T]:
+    """``count`` of them, by the commit, in their order; all with ``--all``."""
+    if ALL in os.environ:
+        return list(values)
+    order = sorted(range(len(values)), key=lambda place: _number(repr(values[place])))
+    return [values[place] for place in sorted(order[:count])]
 
 
 def drawn(values: Sequence[T]) -> T:

@@ -483,7 +483,7 @@ def too_few(part: Part, totals: Counter[str]) -> list[str]:
     return [name for name, is_enough in enough.items() if not is_enough]
 
 
-@pytest.mark.sweep(of=2)
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
 def test_any_order_of_events_equals_the_oracle(part: Part, request: pytest.FixtureRequest) -> None:
     examples = -(-request.config.getoption("--state-machine-examples") // len(PARTS))

@@ -19,13 +19,15 @@ from filelock import FileLock
 
 from tests.support.child_environment import child_environment
 from tests.support.patience import PATIENCE_SECONDS
+from tests.support.sweeps import some
 
 ROOT = Path(__file__).parents[3]
 LAYOUTS = {"dense": ("2,1,1", "1,2,1", "2,2,1"), "experts": ("1,1,2",)}
 ALONE = "1,1,1"
 DEPTHS = ("0", "1", "2", "4")
 ABORTED = 2
-CASES = [(model, sizes) for model, several in LAYOUTS.items() for sizes in several]
+CASES = some([(model, sizes) for model, several in LAYOUTS.items() for sizes in several], 2)
+"""Each commit plays two layouts."""
 Found = dict[str, Any]
 
 
@@ -37,7 +39,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Fou
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
     folder /= "ranks"
-    names = [f"{m}:{sizes}" for m, several in LAYOUTS.items() for sizes in (ALONE, *several)]
+    models = dict.fromkeys(("dense", *(model for model, _ in CASES)))
+    layouts = [(model, ALONE) for model in models] + CASES
+    names = [f"{model}:{sizes}" for model, sizes in layouts]
     names += ["meeting:1,2,1", "soak:2,1,1", "killed:", "stopped:"]
     with FileLock(f"{folder}.lock"):
         if not (folder / "complete").exists():
@@ -137,7 +141,7 @@ def test_drafts_change_no_token(
                 assert tokens == alone["depths"]["0"]["tokens"][n]
 
 
-@pytest.mark.parametrize("sizes", LAYOUTS["dense"])
+@pytest.mark.parametrize("sizes", [sizes for model, sizes in CASES if model == "dense"])
 def test_new_weights_reach_all_ranks(sizes: str, found: dict[tuple[str, str], Found]) -> None:
     new, old = found["dense", sizes]["new"], found["dense", ALONE]["depths"]["0"]["tokens"]
     assert new == found["dense", ALONE]["new"] != old[:3]
