@@ -96,7 +96,9 @@ def assemble(
     costs = step_costs_of(config, limits)
     scheduler = Scheduler(limits, outputs.ends, costs=costs, debug=config.debug)
     kv_events = _publish_kv_events(config, scheduler, limits, device)
-    guidance = Guidance(runner, grammars)
+    # Drafts that count as right at a rate are not what a grammar has been followed along.
+    drafts_are_real = config.testing.synthetic_acceptance is None
+    guidance = Guidance(runner, grammars, drafts=drafts_are_real)
     streams, sinks = StreamTable(), SinkQueue()
     lock = StepLock((outputs.fail, streams.fail, sinks.fail))
     loop = DecodeLoop(

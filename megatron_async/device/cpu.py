@@ -77,7 +77,7 @@ class CpuDevice:
     def packet_ring(self, entries: int, width: int) -> CpuPacketRing:
         return CpuPacketRing(self, entries, width)
 
-    def result_ring(self, entries: int, width: int) -> CpuResultRing:
+    def result_ring(self, entries: int, width: int, *, of_steps: bool = True) -> CpuResultRing:
         return CpuResultRing(self, entries, width)
 
     def mark_ticket(self, ticket: int) -> None:

@@ -101,8 +101,8 @@ class CudaDevice:
         self._rings.append(ring)
         return ring
 
-    def result_ring(self, entries: int, width: int) -> CudaResultRing:
-        ring = CudaResultRing(self, entries, width)
+    def result_ring(self, entries: int, width: int, *, of_steps: bool = True) -> CudaResultRing:
+        ring = CudaResultRing(self, entries, width, of_steps=of_steps)
         self._rings.append(ring)
         return ring
 
@@ -231,13 +231,16 @@ class CudaResultRing(_Counted):
     """Results in pinned memory with a sequence number that the host polls: the tokens' way back
     does not wait for the forward behind them, and no CUDA call is made to see them."""
 
-    def __init__(self, device: CudaDevice, entries: int, width: int) -> None:
+    def __init__(
+        self, device: CudaDevice, entries: int, width: int, *, of_steps: bool = True
+    ) -> None:
         super().__init__(device, entries, width)
+        self._of_steps = of_steps
         self.sequence = torch.zeros(
             1, dtype=torch.int32, pin_memory=device.torch_device.type == "cuda"
         )
         self._seen = self.sequence.numpy()
-        device.results_taken = 0
+        self._note(0)
 
     def publish(self, record: torch.Tensor) -> None:
         from megatron_async.kernels.rings import publish
@@ -245,7 +248,7 @@ class CudaResultRing(_Counted):
         publish(self.ring, self.sequence, self.counter, record)
 
     def restart(self) -> None:
-        self._device.results_taken = 0
+        self._note(0)
         super().restart()
 
     def rewind(self) -> None:
@@ -267,14 +270,20 @@ class CudaResultRing(_Counted):
         values = self._views[number % len(self._views)][:width].copy()
         if ((int(seen[0]) - number) & 0xFFFFFFFF) > len(self._views):
             raise IntegrityError(f"result {number} was overwritten before it was taken")
-        self._done = self._device.results_taken = number + 1
+        self._note(number + 1)
         return values
 
     def skip(self, number: int) -> None:
         if number != self._done:
             raise IntegrityError(f"result {number} skipped, {self._done} is next")
-        self._done = self._device.results_taken = number + 1
+        self._note(number + 1)
 
     def put_back(self, number: int) -> None:
         if self._done == number + 1:
-            self._done = self._device.results_taken = number
+            self._note(number)
+
+    def _note(self, taken: int) -> None:
+        """The host has taken this number of results."""
+        self._done = taken
+        if self._of_steps:
+            self._device.results_taken = taken

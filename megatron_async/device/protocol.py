@@ -52,7 +52,8 @@ class PacketRing(Protocol):
 
 
 class ResultRing(Protocol):
-    """Pinned buffers through which the device answers, one entry for each S."""
+    """Pinned buffers through which the device answers: one entry for each S, or for each time that
+    the host asks to see something else."""
 
     def publish(self, record: torch.Tensor) -> None:
         """Device: hand out ``record`` [n] int32 as the next result."""
@@ -64,7 +65,8 @@ class ResultRing(Protocol):
         """
 
     def skip(self, number: int) -> None:
-        """Host: result ``number``, the next one, is not wanted; its S has been launched."""
+        """Host: result ``number``, the next one, is not wanted; what publishes it has been
+        launched."""
 
     def put_back(self, number: int) -> None:
         """Host: a signal came while ``number`` was waited for. If it was taken all the same, it is
@@ -95,8 +97,9 @@ class Device(Protocol):
     def packet_ring(self, entries: int, width: int) -> PacketRing:
         """A ring of ``entries`` packets of ``width`` int32."""
 
-    def result_ring(self, entries: int, width: int) -> ResultRing:
-        """A ring of ``entries`` results of at most ``width`` int32."""
+    def result_ring(self, entries: int, width: int, *, of_steps: bool = True) -> ResultRing:
+        """A ring of ``entries`` results of at most ``width`` int32. With ``of_steps`` there is one
+        for each S, and one that is taken says that its step is over."""
 
     def mark_ticket(self, ticket: int) -> None:
         """Work enqueued from now on belongs to this ticket (for timelines)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import llguidance
@@ -91,6 +91,18 @@ class Matcher:
         row[:] = self._text_mask()
         if self.is_complete:
             row |= self._masks.stops
+
+    def along(self, drafts: Sequence[int]) -> Iterator[Matcher]:
+        """This text, and then those behind each draft in turn while it may come. They are copies,
+        valid until the next: nothing of a draft stays, not even an error on its way."""
+        yield self
+        if not drafts:
+            return
+        ahead = self.copy()
+        for draft in drafts:
+            if not ahead.accept(draft):
+                return
+            yield ahead
 
     @property
     def is_complete(self) -> bool:

@@ -71,14 +71,17 @@ def release(sequence, counter, number, ON_DEVICE: tl.constexpr):
 
 
 @triton.jit
-def _publish_kernel(ring, sequence, counter, record, entries, stride, width, BLOCK: tl.constexpr):
+def _publish_kernel(
+    ring, sequence, counter, record, entries, stride, width,
+    BLOCK: tl.constexpr, ON_DEVICE: tl.constexpr,
+):  # fmt: skip
     number = tl.load(counter)
     entry = number % entries
     for start in range(0, width, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         mask = offsets < width
         tl.store(ring + entry * stride + offsets, tl.load(record + offsets, mask=mask), mask=mask)
-    release(sequence, counter, number, ON_DEVICE=True)
+    release(sequence, counter, number, ON_DEVICE)
 
 
 def publish(
@@ -91,5 +94,6 @@ def publish(
     """
     entries, stride = ring.shape
     _publish_kernel[(1,)](
-        ring, sequence, counter, record, entries, stride, record.numel(), BLOCK=1024, num_warps=1
-    )
+        ring, sequence, counter, record, entries, stride, record.numel(),
+        BLOCK=1024, ON_DEVICE=record.is_cuda, num_warps=1,
+    )  # fmt: skip

@@ -16,16 +16,18 @@ class MaskRing:
     """An entry for each ticket, for its S. S(n) has run before its record is taken, and that
     is before ticket ``n + entries`` is launched: no entry is overwritten before it is read.
 
+    A position is that of a token in the step's windows: of row r those from ``r * window`` on.
+
     Attributes:
-        masks: int32 ``[entries, rows, words]``, pinned.
-        masked: int32 ``[entries, rows]``, pinned: 1 where the row's mask counts.
+        masks: int32 ``[entries, positions, words]``, pinned.
+        masked: int32 ``[entries, positions]``, pinned: 1 where the position's mask counts.
     """
 
-    def __init__(self, entries: int, rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, entries: int, positions: int, vocab_size: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
         words = mask_words(vocab_size)
-        self.masks = torch.zeros(entries, rows, words, dtype=torch.int32, pin_memory=pinned)
-        self.masked = torch.zeros(entries, rows, dtype=torch.int32, pin_memory=pinned)
+        self.masks = torch.zeros(entries, positions, words, dtype=torch.int32, pin_memory=pinned)
+        self.masked = torch.zeros(entries, positions, dtype=torch.int32, pin_memory=pinned)
         self._masks: Mask = self.masks.numpy()
         self._masked: Mask = self.masked.numpy()
 
@@ -46,9 +48,9 @@ class MaskRing:
         masks, masked = (each.to(on, non_blocking=True) for each in (self.masks, self.masked))
         return masks[entry][0], masked[entry][0]
 
-    def claim(self, number: int) -> tuple[Mask, Mask]:
-        """Host: ``masks`` and ``masked`` of ticket ``number``, none of which counts yet, to fill
-        before its S is launched."""
+    def claim(self, number: int, positions: int) -> tuple[Mask, Mask]:
+        """Host: ``masks`` and ``masked`` of the positions of ticket ``number``, none of which
+        counts yet, to fill before its S is launched."""
         entry = number % len(self._masks)
         self._masked[entry] = 0
-        return self._masks[entry], self._masked[entry]
+        return self._masks[entry, :positions], self._masked[entry, :positions]

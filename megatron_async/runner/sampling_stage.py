@@ -209,8 +209,7 @@ class SamplingStage:
             masks, masked = ring.copied(self._results.counter)
         else:
             masks, masked = ring.entry(self._sampled)
-        masks = masks[:rows].repeat_interleave(window, 0)
-        masked = masked[:rows].repeat_interleave(window).bool()
+        masks, masked = masks[: len(each)], masked[: len(each)].bool()
         ahead = None
         if window > 1:
             # Position j of a window comes behind the drafts before it, if it counts at all.

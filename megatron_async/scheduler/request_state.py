@@ -159,10 +159,8 @@ class Sequence:
         self.reason: FinishReason | None = None
 
     def take_window(self, window: int) -> None:
-        """Let its rows bring ``window`` tokens from now on; those of a guided request bring one,
-        since S knows the mask of one position."""
-        is_guided = self.extras is not None and self.extras.guided
-        self.window = self.asked_window = 1 if is_guided else window
+        """Let its rows bring ``window`` tokens from now on."""
+        self.window = self.asked_window = window
 
     def end_drafts(self) -> None:
         """What drafts can go no further; until the request begins again."""

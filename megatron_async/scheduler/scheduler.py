@@ -384,10 +384,10 @@ class Scheduler:
                     window = window[:keep]
             tokens += window
             reason = None
-            if status == FAILED and not ends_here:
-                reason = FinishReason.ERROR
-            elif ends_here or tokens[-1] in sequence.stop_ids:
+            if ends_here or (window and tokens[-1] in sequence.stop_ids):
                 reason = FinishReason.STOP
+            elif status == FAILED:
+                reason = FinishReason.ERROR
             elif len(tokens) == sequence.max_total:
                 reason = FinishReason.LENGTH
             by_host = reason is FinishReason.STOP and tokens[-1] not in sequence.device_stop_ids

@@ -30,8 +30,8 @@ class CudaRingsDevice(CpuDevice):
     def packet_ring(self, entries: int, width: int) -> Any:
         return CudaPackets(self, entries, width)
 
-    def result_ring(self, entries: int, width: int) -> Any:
-        return CudaResults(self, entries, width)
+    def result_ring(self, entries: int, width: int, *, of_steps: bool = True) -> Any:
+        return CudaResults(self, entries, width, of_steps=of_steps)
 
     def _query(self) -> None:
         self.raise_failure()
@@ -64,8 +64,10 @@ class CudaPackets:
 class CudaResults:
     """As :class:`CudaPackets`."""
 
-    def __init__(self, device: CudaRingsDevice, entries: int, width: int) -> None:
-        self.host = CudaResultRing(device, entries, width)  # type: ignore[arg-type]
+    def __init__(
+        self, device: CudaRingsDevice, entries: int, width: int, *, of_steps: bool = True
+    ) -> None:
+        self.host = CudaResultRing(device, entries, width, of_steps=of_steps)  # type: ignore[arg-type]
 
     def publish(self, record: torch.Tensor) -> None:
         host = self.host
@@ -77,6 +79,9 @@ class CudaResults:
     def wait(self, number: int, width: int) -> Ints:
         with patch.object(cuda, "SPINS_BETWEEN_CHECKS", SPINS_BETWEEN_CHECKS):
             return self.host.wait(number, width)
+
+    def skip(self, number: int) -> None:
+        self.host.skip(number)
 
     def put_back(self, number: int) -> None:
         self.host.put_back(number)

@@ -699,10 +699,10 @@ def _maker(faulty: type[Any], ring: int, original: Any) -> Callable[..., Any]:
     """Makes the ring number ``ring`` of a device as ``faulty``."""
     made: list[CpuDevice] = []
 
-    def make(self: CpuDevice, entries: int, width: int) -> Any:
+    def make(self: CpuDevice, entries: int, width: int, **options: Any) -> Any:
         made.append(self)
         make_ring = faulty if made.count(self) == ring + 1 else original
-        return make_ring(self, entries, width)
+        return make_ring(self, entries, width, **options)
 
     return make
 

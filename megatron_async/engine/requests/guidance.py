@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_async.errors import ModelOutputError, RequestError
-from megatron_async.request.request import DynamicInferenceEventType, DynamicInferenceRequest
+from megatron_async.request.request import (
+    DynamicInferenceEventType,
+    DynamicInferenceRequest,
+    FinishReason,
+)
 from megatron_async.runner.masks import Mask
 from megatron_async.runner.model_runner import ModelRunner
 from megatron_async.runner.step_program import RowProcessor
@@ -64,12 +68,16 @@ class Grammars:
 class Guidance:
     """Grammars and logits processors of live requests, by scheduler key.
 
+    Args:
+        drafts: rows that a grammar guides may have some.
+
     Attributes:
         keys: of the requests that have some.
     """
 
-    def __init__(self, runner: ModelRunner, grammars: Grammars) -> None:
+    def __init__(self, runner: ModelRunner, grammars: Grammars, *, drafts: bool = True) -> None:
         self.keys: set[int] = set()
+        self._drafts = drafts
         self._runner = runner
         self._grammars = grammars
         self._matchers: dict[int, tuple[DynamicInferenceRequest, Matcher]] = {}
@@ -103,6 +111,25 @@ class Guidance:
             self._matchers.pop(key, None)
             self._processors.pop(key, None)
 
+    def most_drafts(self, key: int, asked: int | None) -> int | None:
+        """How many drafts a row of a request may have that ``asked`` for some: Python functions see
+        the logits of one position."""
+        has_none = key in self._processors or (key in self._matchers and not self._drafts)
+        return 0 if has_none else asked
+
+    def explain(self, reasons: Mapping[int, FinishReason]) -> None:
+        """Say why, in the records of requests that end since no token can come, where it is their
+        grammar's fault. Their tokens have been taken."""
+        for key, reason in reasons.items():
+            guided = self._matchers.get(key)
+            if reason is not FinishReason.ERROR or guided is None:
+                continue
+            request, matcher = guided
+            error = _why_nothing_may_come(matcher)
+            if error is not None:
+                failure = ModelOutputError(f"structured_outputs allows no further token: {error}")
+                request.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, failure)
+
     def has_processors(self, plan: Plan) -> bool:
         """Some row of a plan goes through Python functions."""
         return not self._processors.keys().isdisjoint(plan.rows.keys)
@@ -113,12 +140,15 @@ class Guidance:
         if not self._matchers and not self._processors:
             return
         masks, masked = self._runner.claim_masks(ticket)
-        processors: dict[int, RowProcessor] = {}
-        for row, key in ticket.plan.sampled(list(enumerate(ticket.plan.rows.keys))):
+        drafts = self._runner.take_drafts(ticket)
+        plan, rows, processors = ticket.plan, ticket.plan.rows, dict[int, RowProcessor]()
+        for row, key in plan.sampled(list(enumerate(rows.keys))):
             guided = self._matchers.get(key)
             if guided is not None:
-                _fill_mask(*guided, masks[row])
-                masked[row] = 1
+                window = rows.windows[row] if rows.windows else 1
+                at = slice(row * plan.window, row * plan.window + window)
+                ahead = () if drafts is None else drafts[rows.slots[row], : window - 1].tolist()
+                _fill_masks(guided[1], ahead, masks[at], masked[at])
             if key in self._processors:
                 processors[row] = partial(_process, *self._processors[key])
         if processors:
@@ -143,17 +173,25 @@ class GrammarEnd:
         return self._ends_by_itself and self._matcher.must_end
 
 
-def _fill_mask(request: DynamicInferenceRequest, matcher: Matcher, row: Mask) -> None:
-    """A grammar that cannot go on allows nothing, and the device ends its request for that."""
+def _fill_masks(matcher: Matcher, drafts: Sequence[int], masks: Mask, masked: Mask) -> None:
+    """Masks of a window ``[window, words]``: of its first token, and behind each draft of those
+    before it that the grammar allows. What is behind another draft S never accepts, since the mask
+    of its place forbids it. A grammar that cannot go on allows nothing, and the device ends its
+    request for that."""
+    for place, text in enumerate(matcher.along(drafts)):
+        masked[place] = 1
+        try:
+            text.fill_mask(masks[place])
+        except Exception:
+            masks[place] = 0
+            return
+
+
+def _why_nothing_may_come(matcher: Matcher) -> str | None:
     try:
-        matcher.fill_mask(row)
-        error = matcher.error
+        return matcher.error
     except Exception as raised:
-        row.fill(0)
-        error = f"{type(raised).__name__}: {raised}"
-    if request.finish_reason is None and error is not None:
-        reason = ModelOutputError(f"structured_outputs allows no further token: {error}")
-        request.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, reason)
+        return f"{type(raised).__name__}: {raised}"
 
 
 def _process(

@@ -227,6 +227,8 @@ class DecodeLoop:
 
     def _commit(self, ticket: Ticket, result: StepResult, barrier: NotOverlapped | None) -> None:
         commit = self._scheduler.commit(ticket.plan, result)
+        if commit.reasons and self._guidance.keys:
+            self._guidance.explain(commit.reasons)
         depth = len(self._in_flight) - self._scheduler.others
         if not 0 <= depth <= self.depth:
             depth = min(max(depth, 0), self.depth)
@@ -320,7 +322,8 @@ class DecodeLoop:
         scheduler, outputs = self._scheduler, self._outputs
         match command:
             case AddRequest(key=key) if outputs.knows(key):
-                drafts = command.params["num_speculative_tokens"]
+                asked = command.params["num_speculative_tokens"]
+                drafts = self._guidance.most_drafts(key, asked)
                 scheduler.add(self._sequence(command), command.priority, drafts)
             case AbortRequest(key=key):
                 if scheduler.abort(key):
@@ -334,7 +337,8 @@ class DecodeLoop:
             case UpdateSamplingParams(key=key, changes=changes) if outputs.is_live(key):
                 request_id, params = outputs.change_sampling(key, changes, self._validator.seed)
                 values = self._validator.values(request_id, params)
-                if scheduler.update_values(key, values, params.num_speculative_tokens):
+                drafts = self._guidance.most_drafts(key, params.num_speculative_tokens)
+                if scheduler.update_values(key, values, drafts):
                     self._updated.append((key, params))
 
     def _sequence(self, command: AddRequest) -> Sequence:

@@ -55,8 +55,8 @@ NEG_INF_KEY = tl.constexpr(-0x7F800001)  # order_key of it
 
 
 class Masks(Protocol):
-    """A pinned ring of what guides allow, by row: ``masks`` int32 [entries, rows, words] and
-    ``masked`` int32 [entries, rows], 0 or 1."""
+    """A pinned ring of what guides allow, by row of logits: ``masks`` int32 [entries, rows, words]
+    and ``masked`` int32 [entries, rows], 0 or 1."""
 
     masks: Tensor
     masked: Tensor
@@ -257,7 +257,7 @@ def _process_kernel(
                 # Over the bus. The host rewrites an entry between launches alone, and no cache
                 # keeps a kernel's reads of its memory for the next one. Volatile reads would be
                 # made thread by thread: a mask of 128,256 ids took 0.26 ms.
-                at_row = tl.load(counter) % mask_entries * mask_rows + window
+                at_row = tl.load(counter) % mask_entries * mask_rows + row
                 if tl.load(masked + at_row) != 0:
                     mask = _bits(masks + at_row * mask_size, start, mask_size, BLOCK)
                     x = tl.where(mask, x, NEG_INF)

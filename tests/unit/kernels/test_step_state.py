@@ -261,8 +261,8 @@ class InterpretedDevice(CpuDevice):
     def packet_ring(self, entries: int, width: int) -> Any:
         return CudaPacketRing(self, entries, width)  # type: ignore[arg-type]
 
-    def result_ring(self, entries: int, width: int) -> Any:
-        return CudaResultRing(self, entries, width)  # type: ignore[arg-type]
+    def result_ring(self, entries: int, width: int, *, of_steps: bool = True) -> Any:
+        return CudaResultRing(self, entries, width, of_steps=of_steps)  # type: ignore[arg-type]
 
 
 @interpreted

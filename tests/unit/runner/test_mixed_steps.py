@@ -67,8 +67,8 @@ class FixedShapesDevice(CpuDevice):
         self.rings.append(super().packet_ring(entries, width))
         return self.rings[-1]
 
-    def result_ring(self, entries: int, width: int) -> Any:
-        self.rings.append(super().result_ring(entries, width))
+    def result_ring(self, entries: int, width: int, *, of_steps: bool = True) -> Any:
+        self.rings.append(super().result_ring(entries, width, of_steps=of_steps))
         return self.rings[-1]
 
 
