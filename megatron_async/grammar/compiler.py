@@ -3,6 +3,7 @@ alone."""
 
 from __future__ import annotations
 
+import codecs
 import json
 import logging
 import threading
@@ -29,6 +30,8 @@ CACHED_GRAMMARS = 64
 STACK_BYTES = 512 << 20
 """Enough for references as deep as ``MAX_SPEC_CHARACTERS`` has room for."""
 MOST_PLACES = 128
+SPELLED = 4096
+"""Texts, of what grammars force, whose tokens are kept."""
 
 _HINTS = {
     "json": "change the schema; docs/structured-output.md lists what it may use",
@@ -66,6 +69,8 @@ class GrammarCompiler:
         self.vocab_size = vocab_size
         self._stop_ids = tuple(stop_ids)
         self._first_bytes = first if first != later else None
+        self._tokenizer, self._later_bytes = tokenizer, later
+        self._spelled: dict[bytes, tuple[int, ...]] = {}
         self._later = _library_tokenizer(later)
         self._first = None if self._first_bytes is None else _library_tokenizer(first)
         pairs = list(zip(first, later, strict=True))
@@ -141,7 +146,31 @@ class GrammarCompiler:
             first_bytes=self._first_bytes,
             blank=self._blank & ~stops,
             byte_ids=range(self.vocab_size, self.vocab_size + 256),
+            later_bytes=self._later_bytes,
+            spell=self._spell,
         )
+
+    def _spell(self, data: bytes) -> tuple[int, ...]:
+        """Tokens that the tokenizer makes of the characters of ``data``; () if they stand for
+        something else, as behind a space that it puts in front. Those of up to :data:`SPELLED`
+        are kept."""
+        found = self._spelled.get(data)
+        if found is None:
+            if len(self._spelled) >= SPELLED:
+                self._spelled.clear()
+            found = self._spelled[data] = self._spelled_anew(data)
+        return found
+
+    def _spelled_anew(self, data: bytes) -> tuple[int, ...]:
+        try:
+            text = codecs.getincrementaldecoder("utf-8")().decode(data)
+            ids = self._tokenizer.tokenize(text)
+        except (UnicodeDecodeError, RequestError):
+            return ()  # it begins inside a character
+        if any(token_id >= self.vocab_size for token_id in ids):
+            return ()
+        is_it = b"".join(self._later_bytes[token_id] for token_id in ids) == text.encode()
+        return tuple(ids) if is_it else ()
 
 
 def _schema_with_places(spec: StructuredOutputs) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import llguidance
@@ -13,6 +13,8 @@ from megatron_async.grammar.messages import explained
 
 _NOTHING_CAN_COME = ("NoExtension", "NoExtensionBias")
 """The library's names."""
+MOST_FORCED_BYTES = 256
+"""More of what is forced is not looked at: it is for a few drafts."""
 
 
 class Masks(NamedTuple):
@@ -26,6 +28,8 @@ class Masks(NamedTuple):
             to any text.
         blank: int32 [W], tokens that make nothing of an empty text but add to others.
         byte_ids: the library's ids of the 256 bytes.
+        later_bytes: what each token adds to a text that is not empty.
+        spell: tokens of bytes, as the tokenizer writes them; none where it would not.
     """
 
     text: npt.NDArray[np.int32]
@@ -34,6 +38,15 @@ class Masks(NamedTuple):
     first_bytes: Sequence[bytes] | None
     blank: npt.NDArray[np.int32]
     byte_ids: range
+    later_bytes: Sequence[bytes]
+    spell: Callable[[bytes], tuple[int, ...]]
+
+
+class Forced(NamedTuple):
+    """The one way in which a text goes on: by ``data``, behind which it ``ends``, or is open."""
+
+    data: bytes
+    ends: bool
 
 
 class Matcher:
@@ -50,11 +63,14 @@ class Matcher:
         masks: Masks,
         *,
         ended: bool = False,
+        forced: Forced | None = None,
     ) -> None:
         self._later = later
         self._first = first
         self._masks = masks
         self._ended = ended
+        self._forced = forced
+        """None where nobody has asked."""
         self._allowed: npt.NDArray[np.int32] | None = None
 
     def accept(self, token_id: int) -> bool:
@@ -75,6 +91,7 @@ class Matcher:
             self._first = None
         if accepted or self._later.is_error():
             self._allowed = None
+            self._forced = self._forced_behind(self._masks.later_bytes[token_id])
         return accepted
 
     def fill_mask(self, row: npt.NDArray[np.int32]) -> None:
@@ -103,6 +120,38 @@ class Matcher:
             if not ahead.accept(draft):
                 return
             yield ahead
+
+    def forced_tokens(self) -> tuple[int, ...]:
+        """What comes next where the grammar leaves one way to go on, as the tokenizer writes it:
+        the first tokens of it, and its end if one token alone ends a text. The model may write the
+        same text in other tokens. () where there are several ways, or at the start of a text that
+        a decoder changes."""
+        if self._ended or self._first is not None:
+            return ()
+        if self._forced is None:
+            self._forced = self._find_forced()
+        data, ends = self._forced
+        tokens = self._masks.spell(data[:MOST_FORCED_BYTES]) if data else ()
+        if len(data) > MOST_FORCED_BYTES:
+            return tokens[:-1]  # it may go on behind the cut
+        if ends and bool(tokens) == bool(data) and len(self._masks.stop_ids) == 1:
+            tokens += tuple(self._masks.stop_ids)
+        return tokens
+
+    def _find_forced(self) -> Forced:
+        """By a copy: what the library looks up stays in what it is looked up in."""
+        ahead = self._later.deep_copy()
+        data: bytes = ahead.compute_ff_bytes()
+        if len(data) <= MOST_FORCED_BYTES:
+            ahead.consume_tokens([self._masks.byte_ids[byte] for byte in data])
+        return Forced(data, ends=bool(ahead.is_stopped() and ahead.is_accepting()))
+
+    def _forced_behind(self, data: bytes) -> Forced | None:
+        """What is forced behind a token of these bytes, as far as it is known."""
+        forced = self._forced
+        if forced is None or not forced.data.startswith(data) or forced.data == data:
+            return None
+        return forced._replace(data=forced.data[len(data) :])
 
     @property
     def is_complete(self) -> bool:
@@ -136,7 +185,9 @@ class Matcher:
     def copy(self) -> Matcher:
         """Another one at the same place, for tokens that may be taken back."""
         first = None if self._first is None else self._first.deep_copy()
-        return Matcher(self._later.deep_copy(), first, self._masks, ended=self._ended)
+        return Matcher(
+            self._later.deep_copy(), first, self._masks, ended=self._ended, forced=self._forced
+        )
 
     def _text_mask(self) -> npt.NDArray[np.int32]:
         if self._allowed is None:

@@ -180,6 +180,9 @@ class Follower:
                 runner.skip_results()
             case messages.Masks(data=data):
                 _take_masks(runner, data)
+            case messages.Guesses(guesses=guesses):
+                if runner.pending is not None:
+                    runner.guess(runner.pending, guesses)
             case messages.PoisonFreed(blocks=blocks, slots=slots):
                 runner.poison_freed(blocks, slots)
             case messages.Restart():

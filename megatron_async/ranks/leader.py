@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_async.errors import IntegrityError
@@ -11,7 +11,7 @@ from megatron_async.ranks.group import RankGroup
 from megatron_async.runner.masks import Mask
 from megatron_async.runner.model_runner import ModelRunner
 from megatron_async.runner.step_program import RowProcessor
-from megatron_async.step.plan import Plan, Ticket
+from megatron_async.step.plan import Guess, Plan, Ticket
 from megatron_async.step.records import StepResult
 
 
@@ -28,6 +28,8 @@ class LeadingRunner(ModelRunner):
         self._in_flight = 0
         self._claimed: tuple[Mask, Mask] | None = None
         """Masks of the pending ticket, which the other ranks do not have yet."""
+        self._guesses: Sequence[Guess] = ()
+        """Likewise."""
         super().__init__(*args, **options)
 
     @property
@@ -69,6 +71,13 @@ class LeadingRunner(ModelRunner):
         self._claimed = None
         data = masked.tobytes() + masks[masked != 0].tobytes()
         self._group.tell(messages.Masks(self._engine, data))
+        if self._guesses:
+            self._group.tell(messages.Guesses(self._engine, list(self._guesses)))
+            self._guesses = ()
+
+    def guess(self, ticket: Ticket, guesses: Sequence[Guess]) -> None:
+        super().guess(ticket, guesses)
+        self._guesses = guesses
 
     def process_logits(self, ticket: Ticket, processors: Mapping[int, RowProcessor]) -> None:
         raise IntegrityError("logits processors are refused where a request asks for them")

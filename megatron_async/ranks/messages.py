@@ -13,7 +13,7 @@ import torch
 from megatron_async.codec import Codec
 from megatron_async.config.engine_config import EngineConfig
 from megatron_async.models.description.config import ModelConfig
-from megatron_async.step.plan import Plan
+from megatron_async.step.plan import Guess, Plan
 
 
 class Told(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
@@ -70,6 +70,14 @@ class Masks(Told, frozen=True):
 
     engine: int
     data: bytes
+    is_answered: ClassVar[bool] = False
+
+
+class Guesses(Told, frozen=True):
+    """``ModelRunner.guess``, of the pending ticket."""
+
+    engine: int
+    guesses: list[Guess]
     is_answered: ClassVar[bool] = False
 
 
@@ -149,6 +157,7 @@ Message = (
     | Launch
     | Sample
     | Masks
+    | Guesses
     | PoisonFreed
     | Restart
     | Release

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,11 +23,11 @@ from megatron_async.runner.sampling_stage import SamplingExtras
 from megatron_async.runner.step_program import RowProcessor, StepProgram
 from megatron_async.step.extras import LOG_PROB_WORDS
 from megatron_async.step.packet import PacketLayout, StepShape, write_control, write_packet
-from megatron_async.step.plan import Plan, RowMap, SampleShape, StateCopy, Ticket
+from megatron_async.step.plan import Guess, Plan, RowMap, SampleShape, StateCopy, Ticket
 from megatron_async.step.records import RECORD_HEAD, StepResult, record_width
 
 if TYPE_CHECKING:
-    from megatron_async.runner.shown_drafts import ShownDrafts
+    from megatron_async.runner.guided_drafts import GuidedDrafts
 
 logger = logging.getLogger(__name__)
 
@@ -112,18 +112,17 @@ class ModelRunner:
         self._results = device.result_ring(entries, width)
         on = device.torch_device
         self._extended_slots: set[int] = set()
-        self._guided_slots: set[int] = set()
         self._extras: SamplingExtras | None = None
         if extras:
             masks = MaskRing(entries, max_rows * windows[-1], model.vocab_size, on)
             self._extras = SamplingExtras(self._extras_tables(model.vocab_size), masks)
         self._prompt_log_probs = PromptLogProbs(entries, tokens[-1], on)
         self._drafter = make_drafter(batch, max_rows)
-        self._shown_drafts: ShownDrafts | None = None
+        self._guided_drafts: GuidedDrafts | None = None
         if extras and self._drafter is not None:
-            from megatron_async.runner.shown_drafts import ShownDrafts
+            from megatron_async.runner.guided_drafts import GuidedDrafts
 
-            self._shown_drafts = ShownDrafts(device, batch.slots, entries)
+            self._guided_drafts = GuidedDrafts(device, batch.slots, entries)
         self._program = StepProgram(
             device,
             batch,
@@ -211,7 +210,7 @@ class ModelRunner:
     def restart(self) -> None:
         """Begin again as before the first launch: tickets begin at 0. All have been taken."""
         self.device.synchronize()
-        for ring in (self._packets, self._results, self._shown_drafts):
+        for ring in (self._packets, self._results, self._guided_drafts):
             if ring is not None:
                 ring.restart()
         self._program.restart()
@@ -253,16 +252,18 @@ class ModelRunner:
         unsampled = self._unsampled
         due = self._due(plan) if self._held_back else len(unsampled)
         steady = (rows, plan.window, plan.window - 1)
-        shows = plan.extended and plan.window > 1 and self._has_guided_windows(plan.rows)
-        if is_decode and due == 1 and not shows and unsampled[0].sampled[:3] == steady:
+        guided = self._guided_drafts if plan.extended else None
+        if guided is not None and not guided.come_between(plan):
+            guided = None
+        if is_decode and due == 1 and not guided and unsampled[0].sampled[:3] == steady:
             graphs.step(unsampled.popleft().sampled, controlled=bool(plan.control)).replay()
         else:
             if plan.control:
                 graphs.control().replay()
             for _ in range(due):
                 self._sample_oldest()
-            if shows and self._shown_drafts is not None:
-                self._shown_drafts.show(plan.number)
+            if guided is not None:
+                guided.show(plan)
             if is_decode:
                 graphs.forward(rows, plan.window).replay()
             else:
@@ -293,8 +294,8 @@ class ModelRunner:
         self.wait_ns += ended - started
         if self._on_span is not None:
             self._on_span("wait", ticket.number, started, ended)
-        if self._shown_drafts is not None:
-            self._shown_drafts.leave(ticket.number)
+        if self._guided_drafts is not None:
+            self._guided_drafts.leave(ticket.number)
         records = values.reshape(fields, rows)[:, : len(ticket.plan.rows.slots)]
         log_probs = prompt_log_probs = None
         if extended:
@@ -332,8 +333,8 @@ class ModelRunner:
         for number in range(self._skipped, lacking):
             self._results.skip(number)
         self._skipped = lacking
-        if self._shown_drafts is not None:
-            self._shown_drafts.leave(self._launched)
+        if self._guided_drafts is not None:
+            self._guided_drafts.leave(self._launched)
 
     def claim_masks(self, ticket: Ticket) -> tuple[Mask, Mask]:
         """Where to write the allowed-token masks of the pending ticket, ``[rows * window, words]``,
@@ -345,12 +346,26 @@ class ModelRunner:
     def take_drafts(self, ticket: Ticket) -> Ints | None:
         """The drafts of all slots, int32 ``[slots + 1, drafts]``, that the forward of the pending
         ticket runs over, where guided rows have some; waits for the S that has made them."""
-        if self._shown_drafts is None:
+        if self._guided_drafts is None:
             return None
         started = time.perf_counter_ns()
-        drafts = self._shown_drafts.take(ticket.number)
+        drafts = self._guided_drafts.take(ticket.number)
         self.wait_ns += time.perf_counter_ns() - started
         return drafts
+
+    @property
+    def takes_guesses(self) -> bool:
+        """:meth:`guess` is worth a call: rows draft."""
+        return self._guided_drafts is not None
+
+    def guess(self, ticket: Ticket, guesses: Sequence[Guess]) -> None:
+        """Have tokens that the host has guessed be drafts behind the S of the pending ticket."""
+        if self._guided_drafts is not None:
+            self._guided_drafts.guess(ticket.number, guesses)
+
+    def _follow_guesses(self, ticket: Ticket) -> None:
+        if self._guided_drafts is not None:
+            self._guided_drafts.follow(ticket.number)
 
     def process_logits(self, ticket: Ticket, processors: Mapping[int, RowProcessor]) -> None:
         """Give logits of the pending ticket to Python functions and launch its S; a barrier.
@@ -366,6 +381,7 @@ class ModelRunner:
         work = partial(self._program.sample_processed, ticket.sampled, processed)
         self.launching = True
         self.device.enqueue(work, "S+ processed")
+        self._follow_guesses(ticket)
         self.pending = None
         self._unsampled.clear()
         self.launching = False
@@ -398,7 +414,7 @@ class ModelRunner:
         self._batch.release()
         for name in (
             "_graphs", "_program", "_packets", "_controls", "_results", "_extras",
-            "_prompt_log_probs", "_drafter", "_shown_drafts",
+            "_prompt_log_probs", "_drafter", "_guided_drafts",
         ):  # fmt: skip
             setattr(self, name, None)
 
@@ -406,21 +422,14 @@ class ModelRunner:
         """Queue what requests with extras bring into their slots, ahead of the launch: nothing in
         flight names these slots, since the last ticket that did has retired."""
         for slot, _, extras, _ in plan.admissions:
-            self._guided_slots.discard(slot)
+            if self._guided_drafts is not None:
+                self._guided_drafts.admit(slot, is_guided=extras is not None and extras[0].guided)
             if extras is not None:
-                if extras.extras.guided:
-                    self._guided_slots.add(slot)
                 self._extended_slots.add(slot)
                 self.device.enqueue(partial(tables.admit, slot, extras), "extras")
             elif slot in self._extended_slots:
                 self._extended_slots.remove(slot)
                 self.device.enqueue(partial(tables.clear, slot), "extras")
-
-    def _has_guided_windows(self, rows: RowMap) -> bool:
-        """Some row that brings several tokens is guided."""
-        guided = self._guided_slots
-        pairs = zip(rows.slots, rows.windows, strict=False)
-        return any(window > 1 and slot in guided for slot, window in pairs)
 
     def _copy_states(self, copies: Iterable[StateCopy], name: str) -> None:
         """Queue copies of recurrent state: restored into slots that nothing in flight names, since
@@ -439,6 +448,7 @@ class ModelRunner:
     def _sample_oldest(self) -> None:
         ticket, started = self._unsampled[0], time.perf_counter_ns()
         self._graphs.sample(ticket.sampled).replay()
+        self._follow_guesses(ticket)
         if ticket is self.pending:
             self.pending = None
         self._unsampled.popleft()

@@ -135,6 +135,15 @@ class Plan(NamedTuple):
         return compress(rows, chain(repeat(True, self.decode_rows), last_chunks))
 
 
+class Guess(NamedTuple):
+    """What the host guesses of a row whose request has ``length`` tokens before an S samples: for
+    each place of its window a run of tokens, from the one that S samples there on, or none."""
+
+    slot: int
+    length: int
+    tokens: tuple[tuple[int, ...], ...]
+
+
 class SampleShape(NamedTuple):
     """Rows and window of the forward whose logits an S samples, and how many drafts it makes for
     the next one: with its variant all that distinguishes its graph."""

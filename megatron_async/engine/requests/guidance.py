@@ -19,7 +19,7 @@ from megatron_async.request.request import (
 from megatron_async.runner.masks import Mask
 from megatron_async.runner.model_runner import ModelRunner
 from megatron_async.runner.step_program import RowProcessor
-from megatron_async.step.plan import Plan, Ticket
+from megatron_async.step.plan import Guess, Plan, Ticket
 
 if TYPE_CHECKING:
     from megatron_async.grammar.compiler import CompiledGrammar, GrammarCompiler
@@ -141,16 +141,26 @@ class Guidance:
             return
         masks, masked = self._runner.claim_masks(ticket)
         drafts = self._runner.take_drafts(ticket)
-        plan, rows, processors = ticket.plan, ticket.plan.rows, dict[int, RowProcessor]()
+        plan, rows = ticket.plan, ticket.plan.rows
+        processors: dict[int, RowProcessor] = {}
+        guesses: list[Guess] = []
+        drafts_follow = self._runner.takes_guesses and self._drafts
         for row, key in plan.sampled(list(enumerate(rows.keys))):
             guided = self._matchers.get(key)
             if guided is not None:
                 window = rows.windows[row] if rows.windows else 1
                 at = slice(row * plan.window, row * plan.window + window)
                 ahead = () if drafts is None else drafts[rows.slots[row], : window - 1].tolist()
-                _fill_masks(guided[1], ahead, masks[at], masked[at])
+                request, matcher = guided
+                follows = drafts_follow and request.sampling_params.num_speculative_tokens != 0
+                runs = _fill_masks(matcher, ahead, masks[at], masked[at], guesses=follows)
+                if any(runs):
+                    length = len(request.prompt_tokens) + len(request.generated_tokens)
+                    guesses.append(Guess(rows.slots[row], length, runs))
             if key in self._processors:
                 processors[row] = partial(_process, *self._processors[key])
+        if guesses:
+            self._runner.guess(ticket, guesses)
         if processors:
             self._runner.process_logits(ticket, processors)
 
@@ -173,18 +183,28 @@ class GrammarEnd:
         return self._ends_by_itself and self._matcher.must_end
 
 
-def _fill_masks(matcher: Matcher, drafts: Sequence[int], masks: Mask, masked: Mask) -> None:
+def _fill_masks(
+    matcher: Matcher, drafts: Sequence[int], masks: Mask, masked: Mask, *, guesses: bool
+) -> tuple[tuple[int, ...], ...]:
     """Masks of a window ``[window, words]``: of its first token, and behind each draft of those
     before it that the grammar allows. What is behind another draft S never accepts, since the mask
     of its place forbids it. A grammar that cannot go on allows nothing, and the device ends its
-    request for that."""
+    request for that.
+
+    Returns:
+        with ``guesses``, by place the tokens that have to come there, at least two, or none.
+    """
+    runs: list[tuple[int, ...]] = []
     for place, text in enumerate(matcher.along(drafts)):
         masked[place] = 1
         try:
             text.fill_mask(masks[place])
         except Exception:
             masks[place] = 0
-            return
+            break
+        forced = text.forced_tokens() if guesses else ()
+        runs.append(forced if len(forced) > 1 else ())
+    return tuple(runs)
 
 
 def _why_nothing_may_come(matcher: Matcher) -> str | None:

@@ -1,0 +1,163 @@
+"""Drafts of rows that a grammar guides, between S and the forward that runs over them: those that
+are there go to the host, which makes masks along them, and those that the grammar knows come from
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from megatron_async.device.protocol import Device, Ints
+from megatron_async.runner.memory.slot_state import SlotState
+from megatron_async.step.plan import Guess, Plan, RowMap
+
+NO_TICKET = -1
+NO_TOKEN = -1
+
+
+class GuidedDrafts:
+    """Work of its own on the stream: steps whose rows nothing guides have none of it.
+
+    Invariant: a ticket's drafts are taken or left before its tokens are, so that no more are on
+    their way than tickets are in flight.
+
+    Args:
+        entries: most tickets in flight, and one more.
+    """
+
+    def __init__(self, device: Device, slots: SlotState, entries: int) -> None:
+        self._device = device
+        self._slots = slots
+        self._shape = slots.drafts.shape
+        self._ring = device.result_ring(entries, slots.drafts.numel(), of_steps=False)
+        self._numbers: dict[int, int] = {}
+        """By ticket what the ring calls its drafts, in the order of tickets."""
+        self._next = 0
+        self._last, self._drafts = NO_TICKET, np.zeros(self._shape, np.int32)
+        self._guided: set[int] = set()
+        """Slots."""
+        self._guesses: dict[int, Sequence[Guess]] = {}
+        """By ticket whose S has not been launched."""
+
+    def admit(self, slot: int, *, is_guided: bool) -> None:
+        """A request takes ``slot``."""
+        if is_guided:
+            self._guided.add(slot)
+        else:
+            self._guided.discard(slot)
+
+    def come_between(self, plan: Plan) -> bool:
+        """There is something to do between the S at the head of the plan's launch and its
+        forward."""
+        return bool(self._guesses) or self._are_shown(plan.rows)
+
+    def _are_shown(self, rows: RowMap) -> bool:
+        """Some row that brings several tokens is guided."""
+        pairs = zip(rows.slots, rows.windows, strict=False)
+        return any(window > 1 and slot in self._guided for slot, window in pairs)
+
+    # --- to the host --------------------------------------------------------------------------
+
+    def show(self, plan: Plan) -> None:
+        """Queue what the forward of the plan runs over, if the host makes masks along it."""
+        if self._are_shown(plan.rows):
+            self._numbers[plan.number] = self._next
+            self._next += 1
+            self._device.enqueue(self._publish, "drafts")
+
+    def _publish(self) -> None:
+        self._ring.publish(self._slots.drafts.int().flatten())
+
+    def take(self, ticket: int) -> Ints | None:
+        """The drafts of all slots that the forward of ``ticket`` runs over, int32
+        ``[slots + 1, drafts]``; waits for them. None if they are not shown. What interrupts the
+        wait loses nothing."""
+        if ticket == self._last:
+            return self._drafts
+        number = self._numbers.get(ticket)
+        if number is None:
+            return None
+        try:
+            drafts = self._ring.wait(number, self._shape.numel())
+            self._drafts, self._last = drafts.reshape(self._shape), ticket
+        except BaseException:
+            self._ring.put_back(number)
+            raise
+        return self._drafts
+
+    def leave(self, ticket: int) -> None:
+        """The tokens of tickets up to this one are there: nobody asks any more for drafts that they
+        ran over, nor follows what was guessed of them."""
+        self._guesses.pop(ticket, None)
+        for each in [each for each in self._numbers if each <= ticket]:
+            number = self._numbers.pop(each)
+            if each > self._last:
+                self._ring.skip(number)
+
+    # --- from the host ------------------------------------------------------------------------
+
+    def guess(self, ticket: int, guesses: Sequence[Guess]) -> None:
+        """Have :meth:`follow` draft by these guesses of what the S of ``ticket`` samples, and of
+        what follows."""
+        self._guesses[ticket] = guesses
+
+    def follow(self, ticket: int) -> None:
+        """Queue, behind the S of ``ticket``: where it has sampled as was guessed, the tokens that
+        were guessed to follow are the row's drafts."""
+        guesses = self._guesses.pop(ticket, None)
+        if guesses:
+            words = packed(guesses, 1 + self._shape[1])
+            self._device.enqueue(partial(self._follow, torch.from_numpy(words)), "drafts")
+
+    def _follow(self, words: torch.Tensor) -> None:
+        state, on = self._slots, self._slots.drafts.device
+        if on.type == "cuda":
+            words = words.pin_memory().to(on, non_blocking=True)
+        follow_guesses(state.drafts, state.last_token, state.kv_length, words)
+
+    def restart(self) -> None:
+        """Begin again with ticket 0; nothing is on its way."""
+        self._numbers.clear()
+        self._guided.clear()
+        self._guesses.clear()
+        self._next, self._last = 0, NO_TICKET
+        self._ring.restart()
+
+
+def packed(guesses: Sequence[Guess], width: int) -> Ints:
+    """Guesses as int32 ``[R, 2 + places * width]``: the slot, the length before the window, and
+    ``width`` tokens for each place of it, NO_TOKEN where none is guessed."""
+    places = max(len(each.tokens) for each in guesses)
+    words = np.full((len(guesses), 2 + places * width), NO_TOKEN, np.int32)
+    for row, (slot, length, tokens) in zip(words, guesses, strict=True):
+        row[:2] = slot, length
+        for place, run in enumerate(tokens):
+            at = 2 + place * width
+            row[at : at + min(len(run), width)] = run[:width]
+    return words
+
+
+def follow_guesses(
+    drafts: torch.Tensor, last_token: torch.Tensor, kv_length: torch.Tensor, words: torch.Tensor
+) -> None:
+    """Write the drafts of slots whose last token, behind an S, is the one that was guessed for its
+    place. Where no token is guessed the draft stays.
+
+    Args:
+        drafts: int64 ``[slots + 1, k]``, written.
+        last_token, kv_length: int64 ``[slots + 1]``; the last token is at index ``kv_length``.
+        words: int32 ``[R, 2 + places * (1 + k)]``, see :func:`packed`; slots are distinct.
+    """
+    words = words.long()
+    slots, lengths = words[:, 0], words[:, 1]
+    guessed = words[:, 2:].view(len(words), -1, 1 + drafts.shape[1])
+    place = kv_length[slots] - lengths
+    inside = (place >= 0) & (place < guessed.shape[1])
+    index = place.clamp(0, guessed.shape[1] - 1)[:, None, None].expand(-1, 1, guessed.shape[2])
+    run = guessed.gather(1, index)[:, 0]
+    fits = inside & (run[:, 0] == last_token[slots])
+    following = run[:, 1:]
+    drafts[slots] = torch.where(fits[:, None] & (following >= 0), following, drafts[slots])
