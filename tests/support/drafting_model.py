@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import inf
 
 import torch
 
 from megatron_async.runner.drafter import MixedTokens, SampledRows
 from megatron_async.runner.memory.forward_batch import ForwardBatch
 from tests.support.hash_model import VOCAB_SIZE, HashModel, hash_logits
-from tests.support.oracle import sampled_token
+from tests.support.oracle import Ask, process_row, sampled_token
 
 
 class DraftingHashModel(HashModel):
@@ -18,10 +19,21 @@ class DraftingHashModel(HashModel):
 
     A draft is computed on the CPU from what the cache holds of the request, so a lost or stale
     token shows as fewer accepted drafts, and never as another output.
+
+    Args:
+        guide: from the tokens of a request to what it asks, where the drafts are to know its
+            grammar. Then a wrong draft is another token that the grammar allows.
     """
 
-    def __init__(self, num_speculative_tokens: int, error_rate: float, seed: int = 0) -> None:
+    def __init__(
+        self,
+        num_speculative_tokens: int,
+        error_rate: float,
+        seed: int = 0,
+        guide: Callable[[list[int]], Ask | None] | None = None,
+    ) -> None:
         super().__init__()
+        self._guide = guide
         self.num_speculative_tokens = num_speculative_tokens
         self._error_rate = error_rate
         self._seed = seed
@@ -43,15 +55,25 @@ class DraftingHashModel(HashModel):
         tokens = [*(cells - 97 * salt).tolist(), int(state.last_token[slot])]
         drafts = []
         for _ in range(self.num_speculative_tokens):
-            tokens.append(self._next_token(context, slot, tokens, salt))
-            errs = random.Random(hash((self._seed, len(tokens), tokens[-1])))
+            row = hash_logits(self.history(tokens, salt))
+            ask = None if self._guide is None else self._guide(tokens)
+            if ask is not None:
+                row = process_row(row, ask, tokens)
+            allowed = [token for token, x in enumerate(row) if x > -inf] or [0]
+            token = self._next_token(context, slot, tokens, row)
+            errs = random.Random(hash((self._seed, len(tokens) + 1, token)))
             if errs.random() < self._error_rate:
-                tokens[-1] = (tokens[-1] + 1) % VOCAB_SIZE
-            drafts.append(tokens[-1])
+                token = next((each for each in allowed if each > token), allowed[0])
+            tokens.append(token)
+            drafts.append(token)
         return drafts
 
-    def _next_token(self, context: ForwardBatch, slot: int, tokens: list[int], salt: int) -> int:
-        row, state = hash_logits(self.history(tokens, salt)), context.slots
+    def _next_token(
+        self, context: ForwardBatch, slot: int, tokens: list[int], row: list[float]
+    ) -> int:
+        state = context.slots
+        if max(row) == -inf:
+            return 0
         if state.inverse_temperature[slot] <= 0:
             return max(range(VOCAB_SIZE), key=lambda v: (row[v], -v))
         return sampled_token(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_async.sampling_params import MAX_STOP_TOKEN_IDS
 from tests.support.engines import extras_of
+from tests.support.guided_rows import GUIDED, marked
 from tests.support.hash_model import VOCAB_SIZE
 from tests.support.oracle import Ask
 
@@ -35,11 +36,6 @@ STOPS = tuple(
 )
 # One of three requests has extras; a few of the sets, as above.
 EXTRAS = tuple(extras_of(random.Random(number), MOST_NEW) for number in range(24))
-GUIDED: tuple[dict[str, Any], ...] = (
-    {"regex": "[a-d]{3,7}[0-9]*"},
-    {"regex": "(ab|c|d1)+x", "stop_ids": ()},
-    {"regex": "[0-9]{2}(true|null)", "stop_ids": (60,), "presence_penalty": 1.0},
-)
 PROCESSED: tuple[dict[str, Any], ...] = ({"bans_the_next": True, "max_new": 1},)
 SELDOM = 32
 """Of this number of requests one is guided or has a processor, in turns, at a fixed place, so that
@@ -60,10 +56,11 @@ plain_asks = st.builds(
     top_k=st.sampled_from((0, 5)),
     seed=st.integers(0, 5),
 )
-asks, guided_asks, processed_asks = (
+asks, processed_asks = (
     st.builds(with_extras, plain_asks, st.sampled_from(extras))
-    for extras in ((*EXTRAS * 2, *({},) * 104), GUIDED, PROCESSED)
+    for extras in ((*EXTRAS * 2, *({},) * 104), PROCESSED)
 )
+guided_asks = st.builds(marked, plain_asks, st.integers(0, len(GUIDED) - 1))
 
 
 def asks_at(number: int) -> st.SearchStrategy[Ask]:

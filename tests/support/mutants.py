@@ -21,12 +21,17 @@ from megatron_async.cache.prefix_cache import ROOT, PrefixCache
 from megatron_async.cache.state_snapshots import StateSnapshots
 from megatron_async.device.cpu import CpuDevice, CpuPacketRing, CpuResultRing
 from megatron_async.engine.metrics import NotOverlapped
+from megatron_async.engine.requests import guidance
 from megatron_async.engine.stepping.loop import DecodeLoop
 from megatron_async.errors import IntegrityError
+from megatron_async.grammar.matcher import Matcher
 from megatron_async.request.request import FinishReason
+from megatron_async.runner import guided_drafts
 from megatron_async.runner import model_runner as runner
 from megatron_async.runner import sampling_stage as stage
 from megatron_async.runner.cuda_graphs import StepGraphs
+from megatron_async.runner.guided_drafts import GuidedDrafts
+from megatron_async.runner.masks import Mask, MaskRing
 from megatron_async.runner.memory.forward_batch import ForwardBatch
 from megatron_async.runner.memory.recurrent_states import ChunkStates, DecodeStates, RecurrentStates
 from megatron_async.runner.model_runner import ModelRunner
@@ -44,6 +49,10 @@ from megatron_async.step.plan import Plan, SampleShape, SlotUpdate, StateCopy, T
 from megatron_async.step.records import StepResult
 from megatron_async.step.slot_fields import Values
 from tests.support.cuda_rings import CudaPackets, CudaResults, CudaRingsDevice
+from tests.support.guided_rows import (
+    forced_stretches_come_as_drafts,
+    guided_rows_draft_and_are_those_of_the_oracle,
+)
 from tests.support.patience import PATIENCE_SECONDS
 from tests.support.pinned import (
     every_drain_is_called_what_it_is,
@@ -546,6 +555,69 @@ def block_assignments_beyond_the_rows_dropped(original: Any) -> Any:
         return ticket
 
     return launch
+
+
+# --- windows of guided rows ---------------------------------------------------------------------
+
+
+@pinned(guidance, "_fill_masks", guided_rows_draft_and_are_those_of_the_oracle)
+def mask_of_the_place_before(original: Any) -> Any:
+    """The second and later places of a window get the mask of the one before."""
+
+    def fill_masks(matcher: Matcher, drafts: Any, masks: Mask, masked: Mask, **options: Any) -> Any:
+        runs = original(matcher, drafts, masks, masked, **options)
+        masks[1:] = masks[:-1].copy()
+        return runs
+
+    return fill_masks
+
+
+@pinned(Matcher, "copy", guided_rows_draft_and_are_those_of_the_oracle)
+def grammar_not_taken_back_behind_rejected_drafts(original: Any) -> Any:
+    return lambda self: self
+
+
+@pinned(MaskRing, "entry", guided_rows_draft_and_are_those_of_the_oracle)
+def mask_a_step_late(original: Any) -> Any:
+    """S reads the masks of the ticket before its own."""
+    return lambda self, number: original(self, max(number - 1, 0))
+
+
+@pinned(GuidedDrafts, "take", guided_rows_draft_and_are_those_of_the_oracle)
+def masks_along_the_drafts_of_the_step_before(original: Any) -> Any:
+    def take(self: GuidedDrafts, ticket: int) -> Any:
+        drafts = original(self, ticket)
+        stale = getattr(self, "stale", drafts)
+        if drafts is not None:
+            self.stale = drafts.copy()  # type: ignore[attr-defined]
+        return drafts if stale is None else stale
+
+    return take
+
+
+@pinned(guidance, "_fill_masks", forced_stretches_come_as_drafts)
+def forced_token_accepted_against_its_grammar(original: Any) -> Any:
+    """Where the grammar leaves one token its mask is taken for needless, and S samples any."""
+
+    def fill_masks(matcher: Matcher, drafts: Any, masks: Mask, masked: Mask, **options: Any) -> Any:
+        runs = original(matcher, drafts, masks, masked, **options)
+        for place, run in enumerate(runs):
+            masked[place] = 0 if run else masked[place]
+        return runs
+
+    return fill_masks
+
+
+@pinned(guided_drafts, "follow_guesses", forced_stretches_come_as_drafts)
+def guess_followed_from_another_place(original: Any) -> Any:
+    """No wrong token: drafts that nobody accepts."""
+
+    def follow_guesses(
+        drafts: torch.Tensor, last_token: torch.Tensor, kv_length: torch.Tensor, words: torch.Tensor
+    ) -> None:
+        original(drafts, last_token, kv_length - 1, words)
+
+    return follow_guesses
 
 
 # --- recurrent state and experts ----------------------------------------------------------------

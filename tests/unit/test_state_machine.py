@@ -32,6 +32,7 @@ from megatron_async.request.request import DynamicInferenceRequest, Status
 from tests.support.drafting_model import DraftingHashModel
 from tests.support.drawn_asks import LOG_PROBS, LONGEST_PROMPT, MOST_NEW, asks_at, changes
 from tests.support.engines import hash_engine, sampling_params
+from tests.support.guided_rows import guide
 from tests.support.hash_draft_model import HashDraftModel
 from tests.support.hash_model import HashModel
 from tests.support.hash_tokenizer import hash_tokenizer
@@ -195,7 +196,7 @@ class EngineMachine(RuleBasedStateMachine):
         """What the engine runs; ``values`` get another that drafts for it, if one does."""
         drafts, error_rate = self.window - 1, values.pop("error_rate")
         if draft_limit is None:
-            return self.part.model(drafts, error_rate)
+            return self.part.model(drafts, error_rate, guide=guide)
         model = HashModel()
         values["draft"] = HashDraftModel(model, draft_limit, error_rate)
         values["num_speculative_tokens"] = drafts
@@ -401,6 +402,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.totals["updates"] += len(changed)
             self.totals["updates_that_show"] += expected[:length] != without[:length]
         self.totals["guided"] += ask.regex is not None and len(expected) > 2
+        self.totals["guided_accepted"] += ask.regex is not None and request.counters.accepted
         self.totals["processed"] += ask.bans_the_next
         self.totals["stop_words"] += isinstance(request.stop_reason, str)
         if request.finish_reason == "abort":
@@ -475,6 +477,7 @@ def too_few(part: Part, totals: Counter[str]) -> list[str]:
         enough["tokens_accepted"] = totals["tokens_accepted"] >= steps / 10
         enough["ends_inside_windows"] = totals["ends_inside_windows"] > 0
         enough["narrow_steps"] = totals["narrow_steps"] > 0
+        enough["guided_accepted"] = totals["guided_accepted"] > 0
         if len(part.draft_limits) > 1:
             enough["went_on_without_drafts"] = totals["went_on_without_drafts"] > 0
     if part.depth:
