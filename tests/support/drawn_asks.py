@@ -61,11 +61,15 @@ asks, processed_asks = (
     for extras in ((*EXTRAS * 2, *({},) * 104), PROCESSED)
 )
 guided_asks = st.builds(marked, plain_asks, st.integers(0, len(GUIDED) - 1))
+long_guided_asks = guided_asks.map(lambda ask: dataclasses.replace(ask, max_new=MOST_NEW))
 
 
-def asks_at(number: int) -> st.SearchStrategy[Ask]:
-    """What the request with this number may be."""
+def asks_at(number: int, *, drafts: bool = False) -> st.SearchStrategy[Ask]:
+    """What the request with this number may be. Beside drafts two more of each turn are guided, and
+    long enough to have some drafts accepted."""
     turn, place = divmod(number, SELDOM)
+    if drafts and place in (SELDOM // 16, SELDOM // 2):
+        return long_guided_asks
     if place != SELDOM // 4:
         return asks
     return processed_asks if turn % 2 else guided_asks

@@ -71,7 +71,7 @@ def params() -> list[SamplingParams]:
         {"temperature": 0.8, "top_k": 20},
         {"temperature": 0.9, "top_p": 0.8},
         {"temperature": 1.1, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.2},
-        {"temperature": 1.0, "structured_outputs": {"regex": "[a-m]{4}[0-9]{3,9}"}},
+        {"temperature": 1.0, "structured_outputs": {"regex": "[a-m]{2}, then [0-9]{3,9}"}},
         {"temperature": 0.0, "return_log_probs": True, "top_n_logprobs": 2},
         {"temperature": 0.0},
     ]
@@ -121,7 +121,7 @@ def log_probs_of(request: DynamicInferenceRequest) -> list[float]:
 def drafted(engine: DynamicInferenceEngine, **values: Any) -> Found:
     config = config_at(2, num_speculative_tokens=2, **values)
     with engine.with_config(config) as other:
-        found = other.generate(PROMPTS[:5], params()[:5])
+        found = other.generate(PROMPTS[:6], params()[:6])
         accepted = other.counters.tokens_accepted
     return {"tokens": [request.generated_tokens for request in found], "accepted": accepted}
 

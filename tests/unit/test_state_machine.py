@@ -223,7 +223,7 @@ class EngineMachine(RuleBasedStateMachine):
         log_probs = data.draw(st.sampled_from(LOG_PROBS))
         for _ in range(data.draw(st.integers(1, 5))):
             request_id = len(self.futures)
-            ask = data.draw(asks_at(request_id))
+            ask = data.draw(asks_at(request_id, drafts=self.part.drafts))
             self.futures[request_id] = self.engine.add_request(
                 request_id,
                 list(ask.prompt),

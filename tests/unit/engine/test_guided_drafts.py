@@ -3,13 +3,21 @@ itself, beside rows that nothing guides."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from tests.support.engines import DEPTHS
+from megatron_async.request.request import FinishReason
+from megatron_async.sampling_params import SamplingParams
+from tests.support.drafting_model import DraftingHashModel
+from tests.support.engines import DEPTHS, hash_engine
 from tests.support.guided_rows import (
     forced_stretches_come_as_drafts,
     guided_rows_draft_and_are_those_of_the_oracle,
 )
+from tests.support.hash_model import HashModel
+from tests.support.hash_tokenizer import hash_tokenizer
+from tests.support.oracle import Ask
 
 pytestmark = pytest.mark.sweep
 
@@ -22,3 +30,61 @@ def test_guided_rows_draft_and_are_those_of_the_oracle(depth: int) -> None:
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_forced_stretches_come_as_drafts(depth: int) -> None:
     forced_stretches_come_as_drafts(depth)
+
+
+# --- ends inside a window -----------------------------------------------------------------------
+
+
+def decoded(depth: int, drafts: int, regexes: list[str], **values: Any) -> list[Any]:
+    """Requests whose grammars are these, with drafts that know them and never err."""
+
+    def guided(tokens: list[int]) -> Ask:
+        return Ask((tokens[0], 1), 1, (), regex=regexes[tokens[0]])
+
+    model = DraftingHashModel(drafts, 0.0, guide=guided) if drafts else HashModel()
+    with hash_engine(
+        depth, model=model, tokenizer=hash_tokenizer(), max_requests=3, block_count=60
+    ) as engine:
+        params = [
+            SamplingParams(
+                temperature=0.0, num_tokens_to_generate=20, structured_outputs={"regex": regex},
+                **{"termination_id": -1, **values},
+            )
+            for regex in regexes
+        ]  # fmt: skip
+        requests = engine.generate([[number, 1] for number in range(len(regexes))], params)
+        assert (engine.counters.tokens_accepted > 0) == (drafts > 0)
+    return [
+        (
+            request.generated_tokens, request.finish_reason, request.generated_text,
+            [str(e.payload) for e in request.events if e.payload], request.stop_reason,
+        )
+        for request in requests
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("drafts", (1, 3, 4))
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_grammar_that_cannot_go_on_inside_a_window_ends_its_request_with_the_reason(
+    depth: int, drafts: int
+) -> None:
+    """The vocabulary has no capitals. The reason is said once, and of no request that ended by its
+    length in the same window."""
+    regexes = [f"[a-f]{{{length}}}X" for length in range(1, 6)] + ["[a-f]{20}X"]
+    plain, found = decoded(0, 0, regexes), decoded(depth, drafts, regexes)
+    assert found == plain
+    for tokens, reason, _, said, _ in found[:-1]:
+        assert reason is FinishReason.ERROR and len(tokens) <= 5
+        assert sum("no token of the vocabulary" in each for each in said) == 1
+
+
+@pytest.mark.parametrize("stop_ids", ((), (60,), tuple(range(40, 61))))
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_ends_at_each_place_of_a_window(depth: int, stop_ids: tuple[int, ...]) -> None:
+    """By the grammar alone, by an end token, and by one of which the device knows nothing."""
+    regexes = [f"[1-9]{{{length}}}" for length in range(1, 8)]
+    plain = decoded(0, 0, regexes, stop_token_ids=stop_ids)
+    assert decoded(depth, 4, regexes, stop_token_ids=stop_ids) == plain
+    assert all(reason is FinishReason.STOP for _, reason, *_ in plain)
+    lengths = {len(tokens) - bool(stop_ids) for tokens, *_ in plain}
+    assert lengths == set(range(1, 8))

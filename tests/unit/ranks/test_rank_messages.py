@@ -20,6 +20,7 @@ from megatron_async.step.extras import Extras, SlotExtras
 from megatron_async.step.plan import (
     Admission,
     BlockAssignment,
+    Guess,
     Plan,
     PrefillChunk,
     RowMap,
@@ -57,6 +58,7 @@ PLAN = Plan(
         messages.Launch(1, Plan(0, RowMap((0,), (0,), (0,)), 1, ())),
         messages.Sample(1, 7),
         messages.Masks(1, bytes(range(256)) * 3),
+        messages.Guesses(1, [Guess(3, 17, ((4, 5, 6), ()))]),
         messages.LoadModel("tiny\0\n", EngineConfig(depth=2, testing=COSTS)),
         messages.PoisonFreed(1, [4, 5], []),
         messages.AwaitTensors([["decoder.weight", "bfloat16", [2, 3]]], True),
