@@ -23,7 +23,7 @@ from megatron_async.runner.sampling_stage import SamplingExtras
 from megatron_async.runner.step_program import RowProcessor, StepProgram
 from megatron_async.step.extras import LOG_PROB_WORDS
 from megatron_async.step.packet import PacketLayout, StepShape, write_control, write_packet
-from megatron_async.step.plan import Guess, Plan, RowMap, SampleShape, StateCopy, Ticket
+from megatron_async.step.plan import Guess, Plan, SampleShape, StateCopy, Ticket
 from megatron_async.step.records import RECORD_HEAD, StepResult, record_width
 
 if TYPE_CHECKING:

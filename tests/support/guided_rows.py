@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from typing import Any
 
 from megatron_async.errors import IntegrityError
@@ -54,9 +55,14 @@ def workload() -> list[Ask]:
 
 
 def play(
-    depth: int, debug: bool = True, *, model: Any = None, **values: Any
+    depth: int,
+    debug: bool = True,
+    *,
+    model: Any = None,
+    ignore: tuple[type[BaseException], ...] = (),
+    **values: Any,
 ) -> tuple[list[Ask], list[DynamicInferenceRequest]]:
-    """Decode the workload with evictions and pauses."""
+    """Decode the workload with evictions and pauses, and go on behind errors to ``ignore``."""
     asks, model = workload(), model or DraftingHashModel(WINDOW - 1, 0.3, guide=guide)
     values = {
         "max_requests": 5, "block_size_tokens": 3, "block_count": 70, "prefill_chunk_tokens": 8,
@@ -79,7 +85,8 @@ def play(
             if step % 7 == 5:
                 for request_id in active:
                     engine.resume_request(request_id)
-            engine.step_modern()
+            with suppress(*ignore):
+                engine.step_modern()
             step += 1
             assert step < 2000
     return asks, [future.result(0) for future in futures]

@@ -39,7 +39,7 @@ def decoded(depth: int, drafts: int, regexes: list[str], **values: Any) -> list[
     """Requests whose grammars are these, with drafts that know them and never err."""
 
     def guided(tokens: list[int]) -> Ask:
-        return Ask((tokens[0], 1), 1, (), regex=regexes[tokens[0]])
+        return Ask((tokens[0], 1), 1, values.get("stop_token_ids", ()), regex=regexes[tokens[0]])
 
     model = DraftingHashModel(drafts, 0.0, guide=guided) if drafts else HashModel()
     with hash_engine(
