@@ -363,10 +363,6 @@ class ModelRunner:
         if self._guided_drafts is not None:
             self._guided_drafts.guess(ticket.number, guesses)
 
-    def _follow_guesses(self, ticket: Ticket) -> None:
-        if self._guided_drafts is not None:
-            self._guided_drafts.follow(ticket.number)
-
     def process_logits(self, ticket: Ticket, processors: Mapping[int, RowProcessor]) -> None:
         """Give logits of the pending ticket to Python functions and launch its S; a barrier.
 
@@ -381,7 +377,8 @@ class ModelRunner:
         work = partial(self._program.sample_processed, ticket.sampled, processed)
         self.launching = True
         self.device.enqueue(work, "S+ processed")
-        self._follow_guesses(ticket)
+        if self._guided_drafts is not None:
+            self._guided_drafts.follow(ticket.number)
         self.pending = None
         self._unsampled.clear()
         self.launching = False
@@ -448,7 +445,8 @@ class ModelRunner:
     def _sample_oldest(self) -> None:
         ticket, started = self._unsampled[0], time.perf_counter_ns()
         self._graphs.sample(ticket.sampled).replay()
-        self._follow_guesses(ticket)
+        if self._guided_drafts is not None:
+            self._guided_drafts.follow(ticket.number)
         if ticket is self.pending:
             self.pending = None
         self._unsampled.popleft()

@@ -322,8 +322,9 @@ class DecodeLoop:
         scheduler, outputs = self._scheduler, self._outputs
         match command:
             case AddRequest(key=key) if outputs.knows(key):
-                asked = command.params["num_speculative_tokens"]
-                drafts = self._guidance.most_drafts(key, asked)
+                drafts = command.params["num_speculative_tokens"]
+                if key in self._guidance.keys:
+                    drafts = self._guidance.most_drafts(key, drafts)
                 scheduler.add(self._sequence(command), command.priority, drafts)
             case AbortRequest(key=key):
                 if scheduler.abort(key):
@@ -337,7 +338,9 @@ class DecodeLoop:
             case UpdateSamplingParams(key=key, changes=changes) if outputs.is_live(key):
                 request_id, params = outputs.change_sampling(key, changes, self._validator.seed)
                 values = self._validator.values(request_id, params)
-                drafts = self._guidance.most_drafts(key, params.num_speculative_tokens)
+                drafts = params.num_speculative_tokens
+                if key in self._guidance.keys:
+                    drafts = self._guidance.most_drafts(key, drafts)
                 if scheduler.update_values(key, values, drafts):
                     self._updated.append((key, params))
 
