@@ -31,6 +31,14 @@ class NotOverlapped(str, Enum):
     RESET = "barrier: the engine was reset"
 
 
+class GuidedRow(str, Enum):
+    """How a row of a guided request got what its S needed."""
+
+    WINDOW = "masks along the drafts of its window"
+    TOKEN = "the mask of one token: it had no drafts"
+    PROCESSOR = "a Python logits processor, behind a barrier"
+
+
 class Idle(str, Enum):
     """Why an engine can do nothing until somebody asks for something. The list is closed: beside a
     request for which none of these holds an engine never waits."""
@@ -51,6 +59,7 @@ class EngineCounters:
     that were verified in rows whose tokens were taken; ``accepted_by_position`` and
     ``drafted_by_position`` have the same by the place of the draft; ``steps_by_window`` and
     ``window_reasons`` say how many tokens a row of a launched step could bring, and why that many.
+    ``guided_rows`` counts the sampled rows of guided requests by :class:`GuidedRow`.
     ``step_ns`` is the time spent in steps, ``wait_ns`` the part of it blocked on the device; both
     are for people and steer nothing.
     """
@@ -65,6 +74,7 @@ class EngineCounters:
     not_overlapped: Counter[str] = field(default_factory=Counter)
     steps_by_window: Counter[int] = field(default_factory=Counter)
     window_reasons: Counter[str] = field(default_factory=Counter)
+    guided_rows: Counter[str] = field(default_factory=Counter)
     rows_launched: int = 0
     tokens_committed: int = 0
     tokens_drafted: int = 0
@@ -149,6 +159,7 @@ class EngineCounters:
         values["not_overlapped"] = dict(self.not_overlapped)
         values["steps_by_window"] = {str(k): v for k, v in self.steps_by_window.items()}
         values["window_reasons"] = dict(self.window_reasons)
+        values["guided_rows"] = dict(self.guided_rows)
         return values
 
 

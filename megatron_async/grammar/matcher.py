@@ -15,6 +15,9 @@ _NOTHING_CAN_COME = ("NoExtension", "NoExtensionBias")
 """The library's names."""
 MOST_FORCED_BYTES = 256
 """More of what is forced is not looked at: it is for a few drafts."""
+MOST_FORCED_WORDS = 64
+"""With bits in more words of a mask than this, at most a character is forced. It is not looked for,
+which takes longer than to count them."""
 
 
 class Masks(NamedTuple):
@@ -129,6 +132,8 @@ class Matcher:
         if self._ended or self._first is not None:
             return ()
         if self._forced is None:
+            if np.count_nonzero(self._text_mask()) > MOST_FORCED_WORDS:
+                return ()
             self._forced = self._find_forced()
         data, ends = self._forced
         tokens = self._masks.spell(data[:MOST_FORCED_BYTES]) if data else ()
@@ -139,7 +144,8 @@ class Matcher:
         return tokens
 
     def _find_forced(self) -> Forced:
-        """By a copy: what the library looks up stays in what it is looked up in."""
+        """By a copy: to look for what is forced can exceed the library's limits where to go on token
+        by token does not, and an error stays in what it came up in."""
         ahead = self._later.deep_copy()
         data: bytes = ahead.compute_ff_bytes()
         if len(data) <= MOST_FORCED_BYTES:

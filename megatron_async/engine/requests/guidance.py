@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_async.engine.metrics import GuidedRow
 from megatron_async.errors import ModelOutputError, RequestError
 from megatron_async.request.request import (
     DynamicInferenceEventType,
@@ -129,6 +130,15 @@ class Guidance:
             if error is not None:
                 failure = ModelOutputError(f"structured_outputs allows no further token: {error}")
                 request.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, failure)
+
+    def ways(self, plan: Plan) -> Iterator[str]:
+        """How each sampled row of a plan that is guided gets what its S needs."""
+        windows = plan.rows.windows or (1,) * len(plan.rows)
+        for key, window in plan.sampled(list(zip(plan.rows.keys, windows, strict=True))):
+            if key in self._processors:
+                yield GuidedRow.PROCESSOR.value
+            elif key in self._matchers:
+                yield (GuidedRow.WINDOW if window > 1 else GuidedRow.TOKEN).value
 
     def has_processors(self, plan: Plan) -> bool:
         """Some row of a plan goes through Python functions."""

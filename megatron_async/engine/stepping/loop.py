@@ -227,7 +227,8 @@ class DecodeLoop:
 
     def _commit(self, ticket: Ticket, result: StepResult, barrier: NotOverlapped | None) -> None:
         commit = self._scheduler.commit(ticket.plan, result)
-        if commit.reasons and self._guidance.keys:
+        if self._guidance.keys:
+            self.counters.guided_rows.update(self._guidance.ways(ticket.plan))
             self._guidance.explain(commit.reasons)
         depth = len(self._in_flight) - self._scheduler.others
         if not 0 <= depth <= self.depth:

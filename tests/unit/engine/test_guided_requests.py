@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.engine.metrics import NotOverlapped
+from megatron_async.engine.metrics import GuidedRow, NotOverlapped
 from megatron_async.engine.requests.output_processor import TokenOutput
 from megatron_async.errors import ReentrantCallError, RequestError
 from megatron_async.grammar.compiler import GrammarCompiler
@@ -148,14 +148,17 @@ def test_guided_requests_are_those_of_serial_decoding(depth: int, event: str, de
         assert depths == {1}
         if depth > 1:
             assert max(r.effective_depth for r in requests["plain"].steps) == depth
+    guided = [r for r in requests.values() if r.sampling_params.structured_outputs is not None]
     if event == "drafts":
         assert requests["plain"].counters.accepted > 0
         for name in ("greedy schema", "schema", "regex", "no end token", "penalties"):
             assert requests[name].counters.drafted > 0, name
-        guided = [r for r in requests.values() if r.sampling_params.structured_outputs is not None]
         assert sum(r.counters.accepted for r in guided) > 0
     if event == "evictions":
         assert counters.evictions > 0
+    rows, ways = sum(r.counters.launched for r in guided), counters.guided_rows
+    assert ways.total() == rows and ways[GuidedRow.TOKEN] > 0
+    assert (ways[GuidedRow.WINDOW] > 0) == (event == "drafts")
 
 
 def test_witness_nothing_conforms_by_itself() -> None:
@@ -219,6 +222,8 @@ def test_logits_processors_are_barriers_with_their_reason(depth: int, device: st
     if depth:
         # One for each of its steps, and none for the rest.
         assert counters.not_overlapped[NotOverlapped.LOGITS_PROCESSOR] == 12
+    assert counters.guided_rows == {GuidedRow.PROCESSOR: 12}
+    if depth:
         assert counters.barriers == 12
         assert counters.steps_overlapped >= 16
 
