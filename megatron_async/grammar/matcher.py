@@ -144,8 +144,8 @@ class Matcher:
         return tokens
 
     def _find_forced(self) -> Forced:
-        """By a copy: to look for what is forced can exceed the library's limits where to go on token
-        by token does not, and an error stays in what it came up in."""
+        """By a copy: to look for what is forced can exceed the library's limits where to go on
+        token by token does not, and an error stays in what it came up in."""
         ahead = self._later.deep_copy()
         data: bytes = ahead.compute_ff_bytes()
         if len(data) <= MOST_FORCED_BYTES:

@@ -25,6 +25,7 @@ def _function(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+DAY = {"type": "string", "format": "date"}
 TEXT, WHOLE, NUMBER, YES = (
     {"type": "string", "maxLength": 20}, {"type": "integer", "minimum": 0, "maximum": 999},
     {"type": "number", "minimum": -90, "maximum": 90}, {"type": "boolean"},
@@ -34,7 +35,7 @@ SCHEMAS = {
         {"location": TEXT, "unit": {"enum": ["celsius", "fahrenheit"]}}
     ),
     "search_flights": _function(
-        {"origin": TEXT, "destination": TEXT, "departure_date": {"type": "string", "format": "date"}},
+        {"origin": TEXT, "destination": TEXT, "departure_date": DAY},
         cabin_class={"enum": ["economy", "premium_economy", "business", "first"]},
     ),
     "create_calendar_event": _function(

@@ -24,6 +24,10 @@ from tests.support.engines import config_at
 
 pytestmark = pytest.mark.sweep
 
+ARGUMENTS = {
+    "type": "object", "required": ["unit", "days"], "additionalProperties": False,
+    "properties": {"unit": {"enum": ["celsius", "fahrenheit"]}, "days": {"type": "integer"}},
+}  # fmt: skip
 HEAD = "class Stack:\n    def push(self"
 NEW_TOKENS = 10
 
@@ -54,6 +58,15 @@ FEATURES: dict[str, dict[str, Any]] = {
     "regex": {"structured_outputs": {"regex": "[a-f]{3,9}[0-9]+ = (True|False)"}},
     "json": {"temperature": 0.5, "structured_outputs": {"json_object": True}},
     "processor": {"temperature": 0.5, "logits_processors": [never_the_last]},
+    "forced keys": {
+        "structured_outputs": {"json": ARGUMENTS, "disable_any_whitespace": True},
+        "return_log_probs": True, "top_n_logprobs": 2, "num_tokens_to_generate": 30,
+    },
+    "choice": {
+        "temperature": 0.9, "structured_outputs": {"choice": ["class Stack", "class Queue:"]},
+        "return_log_probs": True, "log_probs_mode": "processed", "skip_prompt_log_probs": True,
+        "presence_penalty": 0.4, "num_tokens_to_generate": 30, "ignore_eos": False,
+    },
 }  # fmt: skip
 
 
@@ -167,18 +180,25 @@ MATRIX = [
     (1, 2, 256, 24, "weights", "mtp"),
     (2, 4, 256, 256, "commands", "ngram"),
     (0, 1, 256, 8, "commands", "mtp"),
+    (1, 3, 16, 24, "commands", "model"),
+    (2, 2, 256, 8, "weights", "model"),
 ]
-"""Each pair of a block size and a value of another column, and most other pairs. Each has every
-second feature, so that each block size has them all."""
+"""Each pair of a block size and a value of another column, and most other pairs, and two with a
+model that drafts. Each has every second feature, so that each block size has them all."""
 
 
 @pytest.mark.parametrize(("depth", "drafts", "block", "chunk", "event", "method"), MATRIX)
 def test_features(depth: int, drafts: int, block: int, chunk: int, event: str, method: str) -> None:
     config = engine_config(
         depth, drafts, block_size_tokens=block, prefill_chunk_tokens=chunk, debug=True,
-        speculative_method=method, block_count=max(10, 400 // block),
+        speculative_method="mtp" if method == "model" else method,
+        draft_model="tiny" if method == "model" else None, block_count=max(10, 400 // block),
     )  # fmt: skip
-    with plain().with_config(config) as engine:
+    if method == "model":  # it is loaded with the model
+        opened = DynamicInferenceEngine.from_pretrained("tiny", config)
+    else:
+        opened = plain().with_config(config)
+    with opened as engine:
         every = params_of()
         chosen = range(
             MATRIX.index((depth, drafts, block, chunk, event, method)) % 2, len(every), 2
@@ -197,6 +217,9 @@ def test_features(depth: int, drafts: int, block: int, chunk: int, event: str, m
     for i, request in requests.items():
         assert shown(request) == wanted[i], names[i]
     assert counters.tokens_accepted == sum(counters.accepted_by_position) > 0
+    for name in ("forced keys", "choice"):
+        request = requests.get(names.index(name))
+        assert request is None or request.counters.accepted > 3 or drafts < 2, name
     assert event == "none" or counters.evictions > 0
 
 
