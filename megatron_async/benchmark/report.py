@@ -157,7 +157,7 @@ def _drafts(drafts: dict[str, Any] | None) -> str:
     """Say what drafts; that acceptance is synthetic stands before all figures."""
     if drafts is None:
         return ""
-    who = {"mtp": "multi-token prediction", "ngram": "prompt look-up"}
+    who = {"mtp": "multi-token prediction", "ngram": "prompt look-up", "grammar": "grammars"}
     said = f", drafts by {drafts['draft_model'] or who[drafts['speculative_method']]}"
     rate = drafts["synthetic_acceptance"]
     if rate is not None:

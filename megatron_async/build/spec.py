@@ -254,6 +254,7 @@ def limits_of(
         lookahead=drafting.lookahead,
         draft_limit=draft_limit,
         admit_tokens=drafting.wants_tokens,
+        needs_guesses=drafting.needs_guesses,
         paused_block_count=sizes.paused_block_count,
         rotation_limit=rotation_limit,
         # Drafting writes behind the last token, and reads from there.

@@ -20,7 +20,7 @@ MAX_RANKS = 1024
 DEFAULT_RANK_TIMEOUT_SECONDS = 8.0
 MAX_RANK_TIMEOUT_SECONDS = 86400.0
 RECURRENT_STATE_DTYPES = ("float32", "bfloat16")
-SPECULATIVE_METHODS = ("mtp", "ngram")
+SPECULATIVE_METHODS = ("mtp", "ngram", "grammar")
 MAX_GIB = 2**30
 MAX_COUNT = 2**31 - 1
 """The largest count of tokens and of blocks: packets hold them as int32."""
@@ -125,8 +125,9 @@ class EngineConfig:
         num_speculative_tokens: tokens that are drafted for each row and step, at most 64, and
             verified by the next step. It changes no token.
         speculative_method: what drafts: "mtp", the model's layers for multi-token prediction, of
-            which the last one drafts what goes beyond their number; or "ngram", what followed when
-            the last tokens of the request came before.
+            which the last one drafts what goes beyond their number; "ngram", what followed when
+            the last tokens of the request came before; or "grammar", what structured outputs and
+            tools force, which is drafted beside the others too.
         tokenizer_model: a ``tokenizer.json``, or the directory of one, instead of the model's own.
         draft_model: "tiny" or the directory of a model over the same vocabulary, which drafts
             instead. It is loaded with the model, and the KV cache has room for both.

@@ -10,21 +10,24 @@ from megatron_async.models.served import ModelDescription, ServedModel
 from megatron_async.runner.drafter import Drafter
 from megatron_async.runner.memory.forward_batch import ForwardBatch
 
-Source = Literal["nothing", "itself", "model", "ngram", "mtp"]
+Source = Literal["nothing", "itself", "model", "ngram", "mtp", "grammar"]
 
 
 class Drafting(NamedTuple):
     """How an engine drafts.
 
     Args:
-        source: the network ``itself``, another ``model``, prompt look-up, or MTP layers.
+        source: the network ``itself``, another ``model``, prompt look-up, MTP layers, or grammars
+            alone.
         lookahead: positions behind the window of a row to which it writes.
         wants_tokens: admissions must bring the tokens of their requests.
+        needs_guesses: rows have no drafts but those that the host has guessed.
     """
 
     source: Source = "nothing"
     lookahead: int = 0
     wants_tokens: bool = False
+    needs_guesses: bool = False
 
 
 def choose_drafting(
@@ -44,6 +47,13 @@ def choose_drafting(
         return Drafting("model", drafts)
     if config.speculative_method == "ngram":
         return Drafting("ngram", wants_tokens=True)
+    if config.speculative_method == "grammar":
+        if not config.enable_sampling_extras:
+            raise ConfigError(
+                "speculative_method='grammar' drafts nothing with enable_sampling_extras=False, "
+                "which refuses structured outputs; turn it on, or leave the method out"
+            )
+        return Drafting("grammar", needs_guesses=True)
     if not model.mtp_layers:
         raise ConfigError(
             f"num_speculative_tokens={drafts} but the model has no layers for multi-token "
@@ -74,6 +84,10 @@ def make_drafter(
             from megatron_async.drafting.ngram import NgramDrafter
 
             return NgramDrafter(batch)
+        case "grammar":
+            from megatron_async.drafting.grammar import GrammarDrafter
+
+            return GrammarDrafter()
         case "mtp":
             from megatron_async.drafting.mtp import MtpDrafter
 

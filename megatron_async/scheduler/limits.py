@@ -16,7 +16,8 @@ class Limits:
     1; blocks are given for ``lookahead`` positions more, to which drafting may write.
     ``priority_step`` is the number of tickets by which one step of priority goes ahead.
     Rows behind ``draft_limit`` positions, which are all that a model that drafts takes, bring one
-    token; None is no limit. ``admit_tokens``: admissions bring the request's tokens. Requests of
+    token; None is no limit. ``admit_tokens``: admissions bring the request's tokens.
+    ``needs_guesses``: rows have no drafts but those that the host has guessed. Requests of
     more than ``rotation_limit`` tokens are computed with other rotations (longrope): one that
     reaches it is computed again as a whole. Tokens attend to no more than ``attention_window``
     tokens, their own included: blocks behind it come free. ``paused_block_count``: blocks that
@@ -42,6 +43,7 @@ class Limits:
     lookahead: int = 0
     draft_limit: int | None = None
     admit_tokens: bool = False
+    needs_guesses: bool = False
     paused_block_count: int | None = None
     rotation_limit: int | None = None
     attention_window: int | None = None

@@ -53,6 +53,7 @@ class Sequence:
 
     __slots__ = (
         "asked_window",
+        "awaits_guesses",
         "blocks",
         "branch",
         "cache_salt",
@@ -127,6 +128,8 @@ class Sequence:
         """Tokens that a row of it may bring, where the step's window holds them."""
         self.asked_window = 1
         """The same, while what drafts can go on."""
+        self.awaits_guesses = False
+        """It has no drafts but those that the host has guessed for its next row."""
         self.cache_salt = cache_salt
         """It shares prefixes with sequences of the same salt alone."""
         self.fork_of = fork_of
@@ -160,7 +163,8 @@ class Sequence:
 
     def take_window(self, window: int) -> None:
         """Let its rows bring ``window`` tokens from now on."""
-        self.window = self.asked_window = window
+        self.asked_window = window
+        self.window = 1 if self.awaits_guesses else window
 
     def end_drafts(self) -> None:
         """What drafts can go no further; until the request begins again."""
@@ -199,6 +203,6 @@ class Sequence:
         """Begin behind the prompt; it waits in the queue, and nothing of it is in flight."""
         del self.tokens[self.prompt_length :]
         self.launched = 0
-        self.window = self.asked_window
+        self.take_window(self.asked_window)
         if self.wants_prompt_log_probs:
             self.prompt_log_probs = 0

@@ -6,7 +6,7 @@ group decide alike and a run can be replayed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from megatron_async.cache.block_allocator import BlockAllocator
@@ -83,6 +83,8 @@ class Scheduler:
         self._drafts = DraftControl(limits.windows, costs)
         self._choices = [NOTHING_DRAFTED] * limits.micro_batches
         """By micro-batch the window of its next step: the S before it must draft for it."""
+        self._foreseen: dict[int, int] = {}
+        """See :meth:`foresee`, by request."""
         self._takes_snapshots = bool(limits.state_snapshots) and limits.window == 1
         """Decode rows leave snapshots of recurrent state; with drafts nobody knows where they
         are."""
@@ -98,6 +100,7 @@ class Scheduler:
         None for the engine's.
         """
         limits = self.limits
+        sequence.awaits_guesses = limits.needs_guesses
         sequence.take_window(limits.window if drafts is None else limits.window_of(drafts))
         at = self.next_ticket + priority * self.limits.priority_step
         sequence.priority_key = (at, sequence.key)
@@ -169,6 +172,14 @@ class Scheduler:
         self.table.update_values(sequence, values, window)
         return True
 
+    def foresee(self, drafts: Mapping[int, int]) -> None:
+        """The host has guessed as many drafts for the next row of each of these requests. It counts
+        where rows have no others."""
+        if self.limits.needs_guesses:
+            known = self.table.sequences
+            before = {key: count for key, count in self._foreseen.items() if key in known}
+            self._foreseen = before | drafts
+
     def _unfinished(self, key: int) -> Sequence | None:
         sequence = self.table.sequences.get(key)
         return None if sequence is None or sequence.state is State.FINISHED else sequence
@@ -232,7 +243,10 @@ class Scheduler:
         number, table = self.next_ticket, self.table
         for micro_batch in self._turns:
             work = PromptWork([], [], [], [], [])
+            guessed = self._open_windows(micro_batch) if self._foreseen else ()
             rows, after = self._plan_decode(micro_batch, number, work.assignments, work.snapshots)
+            if guessed:
+                self._close_windows(guessed)
             decode_rows = len(rows.slots)
             if table.prefilling or table.waiting.items:
                 rows = self._prompts.plan(number, rows, work, micro_batch)
@@ -264,6 +278,25 @@ class Scheduler:
             snapshots=tuple(work.snapshots),
             after=after,
         )
+
+    def _open_windows(self, micro_batch: int) -> list[Sequence]:
+        """Have the rows of the next step whose drafts the host has guessed bring them."""
+        table, guessed = self.table, []
+        for key, sequence in table.decoding[micro_batch].items():
+            window = min(1 + self._foreseen.pop(key, 0), sequence.asked_window)
+            if window > 1:
+                sequence.window = window
+                guessed.append(sequence)
+        if guessed:
+            table.row_maps.clear()
+            wanted = [sequence.window for sequence in table.decoding[micro_batch].values()]
+            self._choices[micro_batch] = self._drafts.choose(self.next_ticket, wanted)
+        return guessed
+
+    def _close_windows(self, guessed: list[Sequence]) -> None:
+        for sequence in guessed:
+            sequence.window = 1
+        self.table.row_maps.clear()
 
     def _choose_drafts(self, micro_batch: int, rows: RowMap) -> tuple[int, int, str]:
         """The window that a planned step needs and why; and the drafts that its S makes, for the

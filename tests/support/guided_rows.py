@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from contextlib import suppress
 from typing import Any
 
@@ -61,8 +62,9 @@ def play(
     model: Any = None,
     ignore: tuple[type[BaseException], ...] = (),
     **values: Any,
-) -> tuple[list[Ask], list[DynamicInferenceRequest]]:
-    """Decode the workload with evictions and pauses, and go on behind errors to ``ignore``."""
+) -> tuple[list[Ask], list[DynamicInferenceRequest], Counter[int]]:
+    """Decode the workload with evictions and pauses, and go on behind errors to ``ignore``. Returns
+    the steps by window too."""
     asks, model = workload(), model or DraftingHashModel(WINDOW - 1, 0.3, guide=guide)
     values = {
         "max_requests": 5, "block_size_tokens": 3, "block_count": 70, "prefill_chunk_tokens": 8,
@@ -89,13 +91,14 @@ def play(
                 engine.step_modern()
             step += 1
             assert step < 2000
-    return asks, [future.result(0) for future in futures]
+        steps = engine.counters.steps_by_window
+    return asks, [future.result(0) for future in futures], steps
 
 
 def guided_rows_draft_and_are_those_of_the_oracle(depth: int, debug: bool = True) -> None:
     """Tokens are those of each request alone; guided ones have drafts that were accepted."""
     try:
-        asks, requests = play(depth, debug)
+        asks, requests, _ = play(depth, debug)
     except (IntegrityError, KeyError, IndexError) as error:
         raise AssertionError("an engine's own check has found it") from error
     for ask, request in zip(asks, requests, strict=True):
@@ -107,7 +110,7 @@ def guided_rows_draft_and_are_those_of_the_oracle(depth: int, debug: bool = True
 def forced_stretches_come_as_drafts(depth: int, debug: bool = True) -> None:
     """What drafts errs always; the grammar knows better."""
     model = DraftingHashModel(WINDOW - 1, 1.0)
-    asks, requests = play(depth, debug, model=model)
+    asks, requests, _ = play(depth, debug, model=model)
     for ask, request in zip(asks, requests, strict=True):
         assert (request.generated_tokens, request.finish_reason) == decode_alone(ask), ask
         if ask.regex is None:

@@ -63,6 +63,8 @@ class Part:
     """Parts of the running requests that are planned in turns."""
     recurrent: bool = False
     """The model has recurrent layers and experts."""
+    grammars_alone: bool = False
+    """Some engines have no drafts but those that grammars force."""
     own_thread: bool = False
     """Steps are made by the engine's own thread, which must never sleep beside work."""
 
@@ -77,8 +79,11 @@ class Part:
 
     @property
     def draft_limits(self) -> tuple[int | None, ...]:
-        """Positions of a model that drafts; None is that the model drafts itself."""
-        return DRAFT_LIMITS if self.drafts and not self.recurrent else (None,)
+        """Positions of a model that drafts; None is that the model drafts itself, and
+        GRAMMARS_ALONE that nothing drafts but what grammars force."""
+        if not self.drafts or self.recurrent:
+            return (None,)
+        return DRAFT_LIMITS + (GRAMMARS_ALONE,) * self.grammars_alone
 
     def engines(self) -> st.SearchStrategy[dict[str, Any]]:
         """Keyword arguments of ``hash_engine`` and of its model. The cache holds one longest
@@ -106,6 +111,7 @@ class Part:
         return {**values, "block_count": int(smallest * (1 + values["spare"]))}
 
 
+GRAMMARS_ALONE = 0
 DRAFT_LIMITS = (None, None, 9, 20, LONGEST_PROMPT + MOST_NEW)
 """The smallest ends most requests' drafts at their beginning, the largest those of none."""
 STEP_COSTS = tuple((8, window, 1 + 0.2 * window) for window in range(1, 5))
@@ -123,9 +129,11 @@ PARTS = {
     "serial, drafts": Part(0, ANY, windows=DRAFTS),
     "depth 1, drafts": Part(1, ANY, windows=DRAFTS),
     "depth 2, drafts, small blocks": Part(2, SMALL, windows=DRAFTS),
-    "depth 2, drafts, any blocks": Part(2, ANY, windows=DRAFTS, micro_batches=(1, 2, 3)),
+    "depth 2, drafts, any blocks": Part(
+        2, ANY, windows=DRAFTS, micro_batches=(1, 2, 3), grammars_alone=True
+    ),
     "depth 4, drafts, small blocks": Part(4, SMALL, windows=DRAFTS),
-    "depth 4, drafts, any blocks": Part(4, ANY, windows=DRAFTS),
+    "depth 4, drafts, any blocks": Part(4, ANY, windows=DRAFTS, grammars_alone=True),
     "serial, recurrent, drafts": Part(0, SMALL, windows=DRAFTS, recurrent=True),
     "depth 1, recurrent": Part(1, SMALL, recurrent=True),
     "depth 2, recurrent, drafts": Part(2, SMALL, windows=DRAFTS, recurrent=True),
@@ -198,8 +206,11 @@ class EngineMachine(RuleBasedStateMachine):
         if draft_limit is None:
             return self.part.model(drafts, error_rate, guide=guide)
         model = HashModel()
-        values["draft"] = HashDraftModel(model, draft_limit, error_rate)
         values["num_speculative_tokens"] = drafts
+        if draft_limit == GRAMMARS_ALONE:
+            values["speculative_method"] = "grammar"
+        else:
+            values["draft"] = HashDraftModel(model, draft_limit, error_rate)
         return model
 
     # --- rules --------------------------------------------------------------------------------
@@ -403,6 +414,8 @@ class EngineMachine(RuleBasedStateMachine):
             self.totals["updates_that_show"] += expected[:length] != without[:length]
         self.totals["guided"] += ask.regex is not None and len(expected) > 2
         self.totals["guided_accepted"] += ask.regex is not None and request.counters.accepted
+        if self.draft_limit == GRAMMARS_ALONE:
+            assert ask.regex is not None or request.counters.drafted == 0
         self.totals["processed"] += ask.bans_the_next
         self.totals["stop_words"] += isinstance(request.stop_reason, str)
         if request.finish_reason == "abort":
@@ -429,7 +442,7 @@ class EngineMachine(RuleBasedStateMachine):
     def check_draft_limit(self, request: DynamicInferenceRequest, prompt: int) -> None:
         """Each row with drafts begins within the table of what drafts, and brings a token."""
         counts, limit = request.counters, self.draft_limit
-        if limit is None or counts.restarts:
+        if limit in (None, GRAMMARS_ALONE) or counts.restarts:
             return
         assert counts.drafted <= (self.window - 1) * max(0, limit - prompt)
         went_on = prompt + len(request.generated_tokens) > limit

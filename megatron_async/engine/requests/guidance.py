@@ -144,11 +144,13 @@ class Guidance:
         """Some row of a plan goes through Python functions."""
         return not self._processors.keys().isdisjoint(plan.rows.keys)
 
-    def prepare(self, ticket: Ticket) -> None:
+    def prepare(self, ticket: Ticket) -> dict[int, int]:
         """Write masks for the S of the pending ``ticket``, once all earlier tokens of its rows are
-        taken, and launch it where Python functions come first."""
+        taken, and launch it where Python functions come first. Returns how many drafts of the next
+        row of each request that a grammar guides are guessed."""
+        guessed: dict[int, int] = {}
         if not self._matchers and not self._processors:
-            return
+            return guessed
         masks, masked = self._runner.claim_masks(ticket)
         drafts = self._runner.take_drafts(ticket)
         plan, rows = ticket.plan, ticket.plan.rows
@@ -164,6 +166,7 @@ class Guidance:
                 request, matcher = guided
                 follows = drafts_follow and request.sampling_params.num_speculative_tokens != 0
                 runs = _fill_masks(matcher, ahead, masks[at], masked[at], guesses=follows)
+                guessed[key] = max(map(len, runs), default=1) - 1 if any(runs) else 0
                 if any(runs):
                     length = len(request.prompt_tokens) + len(request.generated_tokens)
                     guesses.append(Guess(rows.slots[row], length, runs))
@@ -173,6 +176,7 @@ class Guidance:
             self._runner.guess(ticket, guesses)
         if processors:
             self._runner.process_logits(ticket, processors)
+        return guessed
 
 
 class GrammarEnd:

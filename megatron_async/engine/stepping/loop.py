@@ -184,7 +184,7 @@ class DecodeLoop:
         rows. What interrupts it before S is launched has changed nothing: masks are written, and
         functions called, again."""
         try:
-            self._guidance.prepare(pending)
+            self._scheduler.foresee(self._guidance.prepare(pending))
         except BaseException as error:
             launched = self._runner.pending is not pending or self._runner.launching
             if not launched and not self._is_of_device(error):

@@ -12,12 +12,14 @@ from megatron_async.sampling_params import SamplingParams
 from tests.support.drafting_model import DraftingHashModel
 from tests.support.engines import DEPTHS, hash_engine
 from tests.support.guided_rows import (
+    WINDOW,
     forced_stretches_come_as_drafts,
     guided_rows_draft_and_are_those_of_the_oracle,
+    play,
 )
 from tests.support.hash_model import HashModel
 from tests.support.hash_tokenizer import hash_tokenizer
-from tests.support.oracle import Ask
+from tests.support.oracle import Ask, decode_alone
 
 pytestmark = pytest.mark.sweep
 
@@ -30,6 +32,26 @@ def test_guided_rows_draft_and_are_those_of_the_oracle(depth: int) -> None:
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_forced_stretches_come_as_drafts(depth: int) -> None:
     forced_stretches_come_as_drafts(depth)
+
+
+@pytest.mark.parametrize("micro_batches", (1, 2))
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_grammars_alone_draft_and_open_windows_where_they_do(
+    depth: int, micro_batches: int
+) -> None:
+    """Rows have windows where the host has guessed what follows, and no others have."""
+    asks, requests, steps = play(
+        depth, model=HashModel(), num_speculative_tokens=WINDOW - 1, speculative_method="grammar",
+        pipeline_micro_batches=micro_batches,
+    )  # fmt: skip
+    for ask, request in zip(asks, requests, strict=True):
+        assert (request.generated_tokens, request.finish_reason) == decode_alone(ask), ask
+        counts = request.counters
+        if ask.regex is None or "x0y0" not in ask.regex:
+            assert counts.drafted <= 3 * (ask.regex is not None), ask
+        else:
+            assert counts.accepted > 5 and counts.accepted > 0.6 * counts.drafted, counts
+    assert steps[1] > steps[WINDOW] > 0 and sum(steps.values()) == steps[1] + steps[WINDOW]
 
 
 # --- ends inside a window -----------------------------------------------------------------------

@@ -133,7 +133,7 @@ def test_an_interrupt_while_the_host_waits_for_drafts_loses_nothing(
             del ring.wait
 
     monkeypatch.setattr(GuidedDrafts, "take", interrupted_take)
-    asks, requests = play(depth, ignore=(KeyboardInterrupt,))
+    asks, requests, _ = play(depth, ignore=(KeyboardInterrupt,))
     assert len(interrupted) > 10 and len(set(interrupted)) < len(interrupted)
     for ask, request in zip(asks, requests, strict=True):
         assert (request.generated_tokens, request.finish_reason) == decode_alone(ask)
