@@ -178,7 +178,7 @@ class Scheduler:
         if self.limits.needs_guesses:
             known = self.table.sequences
             before = {key: count for key, count in self._foreseen.items() if key in known}
-            self._foreseen = before | drafts
+            self._foreseen = {**before, **drafts}
 
     def _unfinished(self, key: int) -> Sequence | None:
         sequence = self.table.sequences.get(key)

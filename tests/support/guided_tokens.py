@@ -96,9 +96,9 @@ def main() -> None:
     with DynamicInferenceEngine.from_pretrained(model, config_at(0)) as engine:
         plain = measured(engine, 0, "mtp", guesses=False)
         print(f"without drafts: {plain[1]:.2f} tokens a row, {plain[2]:.1f} s")
-        for method in ("ngram", "mtp"):
+        for method in ("grammar", "ngram", "mtp"):
             for drafts in (2, 4):
-                for guesses in (False, True):
+                for guesses in (False, True)[method == "grammar" :]:
                     tokens, each, seconds = measured(engine, drafts, method, guesses=guesses)
                     assert tokens == plain[0], "other tokens than without drafts"
                     print(f"{method}, {drafts} drafts, forced ones {guesses}: {each:.2f}", end="")

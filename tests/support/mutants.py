@@ -560,7 +560,7 @@ def block_assignments_beyond_the_rows_dropped(original: Any) -> Any:
 # --- windows of guided rows ---------------------------------------------------------------------
 
 
-@pinned(guidance, "_fill_masks", guided_rows_draft_and_are_those_of_the_oracle)
+@pinned(guidance, "fill_masks", guided_rows_draft_and_are_those_of_the_oracle)
 def mask_of_the_place_before(original: Any) -> Any:
     """The second and later places of a window get the mask of the one before."""
 
@@ -595,7 +595,7 @@ def masks_along_the_drafts_of_the_step_before(original: Any) -> Any:
     return take
 
 
-@pinned(guidance, "_fill_masks", forced_stretches_come_as_drafts)
+@pinned(guidance, "fill_masks", forced_stretches_come_as_drafts)
 def forced_token_accepted_against_its_grammar(original: Any) -> Any:
     """Where the grammar leaves one token its mask is taken for needless, and S samples any."""
 

@@ -156,20 +156,15 @@ class Guidance:
         plan, rows = ticket.plan, ticket.plan.rows
         processors: dict[int, RowProcessor] = {}
         guesses: list[Guess] = []
-        drafts_follow = self._runner.takes_guesses and self._drafts
         for row, key in plan.sampled(list(enumerate(rows.keys))):
-            guided = self._matchers.get(key)
-            if guided is not None:
+            if key in self._matchers:
                 window = rows.windows[row] if rows.windows else 1
                 at = slice(row * plan.window, row * plan.window + window)
                 ahead = () if drafts is None else drafts[rows.slots[row], : window - 1].tolist()
-                request, matcher = guided
-                follows = drafts_follow and request.sampling_params.num_speculative_tokens != 0
-                runs = _fill_masks(matcher, ahead, masks[at], masked[at], guesses=follows)
-                guessed[key] = max(map(len, runs), default=1) - 1 if any(runs) else 0
-                if any(runs):
-                    length = len(request.prompt_tokens) + len(request.generated_tokens)
-                    guesses.append(Guess(rows.slots[row], length, runs))
+                runs = self._fill_masks(key, ahead, masks[at], masked[at])
+                guessed[key] = max(map(len, runs)) - 1 if any(runs) else 0
+                if guessed[key]:
+                    guesses.append(Guess(rows.slots[row], self._length(key), runs))
             if key in self._processors:
                 processors[row] = partial(_process, *self._processors[key])
         if guesses:
@@ -177,6 +172,20 @@ class Guidance:
         if processors:
             self._runner.process_logits(ticket, processors)
         return guessed
+
+    def _fill_masks(
+        self, key: int, drafts: Sequence[int], masks: Mask, masked: Mask
+    ) -> tuple[tuple[int, ...], ...]:
+        """As :func:`fill_masks`, with guesses where the request's rows may have drafts."""
+        request, matcher = self._matchers[key]
+        guesses = self._runner.takes_guesses and self._drafts
+        guesses = guesses and request.sampling_params.num_speculative_tokens != 0
+        return fill_masks(matcher, drafts, masks, masked, guesses=guesses)
+
+    def _length(self, key: int) -> int:
+        """Tokens of a request, prompt included, that have been taken."""
+        request, _ = self._matchers[key]
+        return len(request.prompt_tokens) + len(request.generated_tokens)
 
 
 class GrammarEnd:
@@ -197,7 +206,7 @@ class GrammarEnd:
         return self._ends_by_itself and self._matcher.must_end
 
 
-def _fill_masks(
+def fill_masks(
     matcher: Matcher, drafts: Sequence[int], masks: Mask, masked: Mask, *, guesses: bool
 ) -> tuple[tuple[int, ...], ...]:
     """Masks of a window ``[window, words]``: of its first token, and behind each draft of those
