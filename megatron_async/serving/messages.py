@@ -6,7 +6,8 @@ import contextlib
 import os
 import secrets
 import socket
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
@@ -21,6 +22,7 @@ from megatron_async.processes.private_folder import (
 from megatron_async.sampling_params import CheckedParams
 from megatron_async.serving.engine_side.stall_watch import STALL_SECONDS
 
+Named = TypeVar("Named")
 LogProbs = list[tuple[float, dict[int, float]]]
 """For each token its log-probability and the most likely tokens' by id."""
 PromptLogProbs = list[tuple[float, dict[int, float], int]]
@@ -125,6 +127,7 @@ class Kept(msgspec.Struct, frozen=True, tag=True):
         suspended: nothing is launched.
         asleep: parts of its memory that were given back and are somebody else's now.
         lost_weights: their values were discarded, and no new ones have come.
+        weight_names: what a trainer called the last versions that it has sent, by their numbers.
     """
 
     weights: tuple[str, ...] = ()
@@ -132,6 +135,7 @@ class Kept(msgspec.Struct, frozen=True, tag=True):
     suspended: bool = False
     asleep: tuple[str, ...] = ()
     lost_weights: bool = False
+    weight_names: tuple[tuple[int, str], ...] = ()
 
 
 class EngineInfo(msgspec.Struct, frozen=True, tag=True):
@@ -207,7 +211,8 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     """Decode a prompt. ``request_id`` is the front end's own, which has checked ``params``;
     ``timeout`` in seconds ends the request with what it has by then;
     ``acknowledge``: an empty output says that it has been taken; ``deaths``: replicas that have
-    died under it; ``name``: the client's id of the request, by which it may be aborted."""
+    died under it; ``name``: the client's id of the request, by which it may be aborted, as it may
+    by ``answer_id``, that of its answer."""
 
     request_id: int
     prompt: list[int]
@@ -217,6 +222,24 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     acknowledge: bool = False
     deaths: int = 0
     name: str = ""
+    answer_id: str = ""
+
+
+def named(ids: Iterable[str], names: Mapping[Named, tuple[str, str]]) -> set[Named]:
+    """The requests that ``ids`` mean: each those that clients gave this id, and where there are
+    none, those whose answers have it.
+
+    Args:
+        names: of each request its client's id, and its answer's.
+    """
+    by_name: dict[str, set[Named]] = {}
+    by_answer: dict[str, set[Named]] = {}
+    for request, (own, of_answer) in names.items():
+        by_name.setdefault(own, set()).add(request)
+        by_answer.setdefault(of_answer, set()).add(request)
+    empty: set[Named] = set()
+    each_found = (by_name.get(each) or by_answer.get(each, empty) for each in ids)
+    return empty.union(*each_found)
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

@@ -38,6 +38,7 @@ class WeightGroup:
         backend: ``"gloo"`` for host memory, ``"nccl"`` for GPUs.
         device: where tensors arrive, and from where they are sent.
         timeout: seconds that one waits for the others, when the group is made and later.
+        name: of a group that the trainer makes by ``torch.distributed``, as SGLang's trainers do.
 
     Raises:
         ConfigError: an argument is wrong, or the others do not come.
@@ -53,6 +54,7 @@ class WeightGroup:
         backend: str = "gloo",
         device: torch.device | str = "cpu",
         timeout: float = 300.0,
+        name: str | None = None,
     ) -> None:
         if backend not in BACKENDS:
             raise ConfigError(f"backend={backend!r} must be one of {', '.join(BACKENDS)}")
@@ -69,10 +71,13 @@ class WeightGroup:
         limit = datetime.timedelta(seconds=timeout)
         try:
             listens = listen_at(address, port).detach() if rank == TRAINER else None
-            store = dist.TCPStore(
+            store: dist.Store = dist.TCPStore(
                 address, port, world_size, is_master=rank == TRAINER, timeout=limit,
-                wait_for_workers=False, master_listen_fd=listens,
+                wait_for_workers=name is not None, master_listen_fd=listens,
             )  # fmt: skip
+            if name is not None:  # torch.distributed's own prefixes
+                for prefix in (name, f"{name}/", f"{self.device.type}/"):
+                    store = dist.PrefixStore(prefix, store)
             own = own_address(address, port)
             self._group: Any = _process_group(backend, store, rank, world_size, limit, own)
         except (OSError, RuntimeError, ValueError) as error:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_async.errors import CheckpointError, ConfigError, RequestError
+from megatron_async.errors import BusyError, CheckpointError, ConfigError, RequestError
 from megatron_async.weights.announced import BUFFER_BYTES, Group
 from megatron_async.weights.group import WeightGroup
 from megatron_async.weights.nccl_group import NcclGroup
@@ -46,10 +46,13 @@ class WeightTransfer:
         packed: bool,
         *,
         given_up: threading.Event,
+        group_name: str | None = None,
     ) -> None:
-        """Join the group of a trainer that listens; another one is left.
+        """Join the group of a trainer that listens; another one is left, and what an unfinished
+        update has brought is forgotten.
 
         Args:
+            group_name: given where the trainer makes the group by ``torch.distributed``.
             given_up: is set when nobody waits for it any more.
 
         Raises:
@@ -58,18 +61,37 @@ class WeightTransfer:
         _wait_for_trainer(address, port, given_up)
         where: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": TIMEOUT_SECONDS}
         self.close()
-        if backend == "nccl":
+        self.forget()
+        if group_name is not None:
+            device = self._device if backend == "nccl" else torch.device("cpu")
+            self._group = WeightGroup(
+                address, port, backend=backend, device=device, name=group_name, **where
+            )
+        elif backend == "nccl":
             self._group = NcclGroup(address, port, device=self._device, **where)
         else:
             self._group = WeightGroup(address, port, backend=backend, device="cpu", **where)
         self._packed = packed
 
+    @property
+    def is_open(self) -> bool:
+        """An update has begun and is not finished."""
+        return self._arrived is not None
+
     def start(self, *, partial: bool = False) -> None:
-        """Begin an update; what an unfinished one has brought is forgotten.
+        """Begin an update.
 
         Args:
             partial: what it does not bring keeps its values; else that is an error at its end.
+
+        Raises:
+            BusyError: one is open.
         """
+        if self.is_open:
+            raise BusyError(
+                "a weight update is open; finish it, or make a new weight-transfer group, which "
+                "ends it"
+            )
         self._arrived, self._is_partial = {}, partial
 
     def receive(
@@ -104,6 +126,24 @@ class WeightTransfer:
         arrived |= Announced(self._group, infos, packed, buffer_bytes or BUFFER_BYTES).read()
         self._arrived = arrived
         return len(arrived)
+
+    def add(self, read: Callable[[], dict[str, Tensor]]) -> int:
+        """Take tensors that ``read`` gives, in place of those of the same names; returns how many
+        the update has now. An error ends the update.
+
+        Raises:
+            RequestError: no update was started.
+        """
+        arrived, self._arrived = self._arrived, None
+        if arrived is None:
+            raise RequestError("no update was started; start_weight_update first")
+        arrived |= read()
+        self._arrived = arrived
+        return len(arrived)
+
+    def forget(self) -> None:
+        """End an update without any change."""
+        self._arrived = None
 
     def finish(self, replace: Callable[..., object]) -> frozenset[str]:
         """Give what has arrived to ``replace``, with ``partial_update``, and return the names;

@@ -88,9 +88,14 @@ class SleepMode:
         """Nothing is launched until :meth:`wake_up`, or new weights."""
         return bool(self.asleep) or self.lost_weights
 
+    @property
+    def is_possible(self) -> bool:
+        """The engine was built for it."""
+        return self._memory.can_sleep
+
     def check_possible(self) -> None:
         """Raises ConfigError unless the engine was built for it."""
-        if not self._memory.can_sleep:
+        if not self.is_possible:
             raise ConfigError(
                 "the engine cannot sleep; build it with EngineConfig(enable_sleep_mode=True), or "
                 "serve with --enable-sleep-mode"

@@ -55,10 +55,11 @@ async def create_chat_completion(
         cap_length=not body.num_new_tokens_given,
         markers=front.chat.markers(tools),
         name=name,
+        answer_id=(answer_id := f"chatcmpl-{name}"),
     )
     log_jobs(request, [job], model)
     head = {
-        "id": f"chatcmpl-{name}",
+        "id": answer_id,
         "object": "chat.completion.chunk" if body.stream else "chat.completion",
         "created": int(time.time()),
         "model": model,

@@ -35,10 +35,11 @@ async def create_completion(front: Frontend, request: Request, body: CompletionR
     checked = partial(asked.params, front.config.max_choices)
     params = front.salted(request, await apart(request, checked))
     name = name_of(request, body.request_id)
-    jobs = await _jobs(front, body, params, name)
+    answer_id = f"cmpl-{name}"
+    jobs = await _jobs(front, body, params, name, answer_id)
     log_jobs(request, jobs, model)
     head = {
-        "id": f"cmpl-{name}",
+        "id": answer_id,
         "object": "text_completion",
         "created": int(time.time()),
         "model": model,
@@ -51,7 +52,7 @@ async def create_completion(front: Frontend, request: Request, body: CompletionR
 
 
 async def _jobs(
-    front: Frontend, body: CompletionRequest, params: SamplingParams, name: str
+    front: Frontend, body: CompletionRequest, params: SamplingParams, name: str, answer_id: str
 ) -> list[Job]:
     info = await front.generator.info()
     prompts = body.prompt
@@ -88,6 +89,7 @@ async def _jobs(
             text=text,
             scores_prompt=not body.shows_generated,
             name=name,
+            answer_id=answer_id,
         )
         jobs.append(job)
     return jobs

@@ -12,7 +12,6 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from megatron_async.errors import ConfigError, RequestError
 from megatron_async.serving.bodies.body import Body, Several, Text
 from megatron_async.serving.endpoints.engine_api import PauseMode
 from megatron_async.serving.http.errors import ApiError, json_response
@@ -20,13 +19,11 @@ from megatron_async.serving.http.frontend import Frontend
 from megatron_async.serving.http.keys import Access
 from megatron_async.serving.http.rights import needs
 from megatron_async.serving.http.sse import until_disconnect
+from megatron_async.serving.sglang.routes import sglang_server_info
+from megatron_async.serving.trainers.asking import MAX_TENSORS, ask, check_ids
 
 WORLD_SIZE = 1
 """Processes of the engine that take part in a weight-transfer group."""
-MAX_TENSORS = 1 << 20
-ID_MARKS = ("cmpl-", "chatcmpl-", "resp_")
-"""What answers write before the id of a request."""
-
 PATHS = frozenset(
     {
         "/sleep", "/wake_up", "/is_sleeping", "/is_paused", "/abort_requests", "/server_info",
@@ -91,24 +88,16 @@ def add_development_endpoints(app: FastAPI, front: Frontend) -> None:
     _add_weight_transfer(app, front)
 
 
-async def _ask(front: Frontend, name: str, **arguments: Any) -> dict[str, Any]:
-    """A control of the engine; raises ApiError for what the client can change."""
-    try:
-        return await front.generator.command(name, **arguments)
-    except (RequestError, ConfigError) as error:
-        raise ApiError(400, str(error)) from None
-
-
 def _add_sleep(app: FastAPI, front: Frontend) -> None:
     @app.post("/sleep", response_model=None)
     @needs(Access.ADMINISTRATOR)
     async def sleep(level: Annotated[int, Query()] = 1, mode: PauseMode = "keep") -> Response:
-        return json_response(await _ask(front, "sleep", level=level, mode=mode))
+        return json_response(await ask(front, "sleep", level=level, mode=mode))
 
     @app.post("/wake_up", response_model=None)
     @needs(Access.ADMINISTRATOR)
     async def wake_up(tags: Annotated[list[str] | None, Query()] = None) -> Response:
-        return json_response(await _ask(front, "wake_up", tags=tags))
+        return json_response(await ask(front, "wake_up", tags=tags))
 
     @app.get("/is_sleeping", response_model=None)
     @needs(Access.CLIENT)
@@ -118,8 +107,9 @@ def _add_sleep(app: FastAPI, front: Frontend) -> None:
     @app.post("/abort_requests", response_model=None)
     @needs(Access.ADMINISTRATOR)
     async def abort_requests(body: AbortRequest | None = None) -> Response:
-        names = None if body is None or body.request_ids is None else _names(body.request_ids)
-        done = await _ask(front, "abort_requests", names=names)
+        names = None if body is None else body.request_ids
+        check_ids("request_ids", names or ())
+        done = await ask(front, "abort_requests", names=names)
         return json_response({"status": "aborted", **done})
 
     @app.get("/is_paused", response_model=None)
@@ -128,21 +118,8 @@ def _add_sleep(app: FastAPI, front: Frontend) -> None:
         return json_response(await _state(front, "is_paused"))
 
 
-def _names(ids: list[str]) -> list[str]:
-    """Clients' ids, with those that ids of answers are made of.
-
-    Raises:
-        ApiError: one is none that a request can have.
-    """
-    bare = [each.partition(mark)[2] for each in ids for mark in ID_MARKS if each.startswith(mark)]
-    if not all(each and each.isascii() and each.isprintable() for each in [*ids, *bare]):
-        said = "request_ids must be ids of requests, of ASCII without spaces; leave it out for all"
-        raise ApiError(400, said, param="request_ids")
-    return [*ids, *bare]
-
-
 async def _state(front: Frontend, name: str) -> dict[str, Any]:
-    return {name: (await _ask(front, "state"))[name]}
+    return {name: (await ask(front, "state"))[name]}
 
 
 def _add_weight_transfer(app: FastAPI, front: Frontend) -> None:
@@ -164,7 +141,7 @@ def _add_weight_transfer(app: FastAPI, front: Frontend) -> None:
             "parallel_config": {"data_parallel_size": 1},
             "lora_config": None,
         }
-        return json_response({"vllm_config": shown})
+        return json_response({"vllm_config": shown, **await sglang_server_info(front)})
 
     @app.get("/get_world_size", response_model=None)
     @needs(Access.CLIENT)
@@ -178,7 +155,7 @@ def _add_weight_transfer(app: FastAPI, front: Frontend) -> None:
             said = "start the server with --weight-transfer-config"
             raise ApiError(400, f"there is no weight-transfer engine; {said}")
         info = body.init_info
-        joined = _ask(
+        joined = ask(
             front, "init_weight_transfer", backend=backend, address=info.master_address,
             port=info.master_port, rank=info.rank_offset, world_size=info.world_size,
             packed=info.packed,
@@ -190,14 +167,14 @@ def _add_weight_transfer(app: FastAPI, front: Frontend) -> None:
     @needs(Access.ADMINISTRATOR)
     async def start_weight_update(body: StartRequest | None = None) -> Response:
         partial = front.config.partial_weight_updates or (body is not None and body.partial)
-        await _ask(front, "start_weight_update", partial=partial)
+        await ask(front, "start_weight_update", partial=partial)
         return json_response({"message": "Weight update started"})
 
     @app.post("/update_weights", response_model=None)
     @needs(Access.ADMINISTRATOR)
     async def update_weights(body: UpdateRequest) -> Response:
         info = body.update_info
-        taken = await _ask(
+        taken = await ask(
             front, "receive_weights", names=info.names, dtypes=info.dtype_names,
             shapes=info.shapes, packed=info.packed, buffer_bytes=info.packed_buffer_size_bytes,
         )  # fmt: skip
@@ -206,5 +183,5 @@ def _add_weight_transfer(app: FastAPI, front: Frontend) -> None:
     @app.post("/finish_weight_update", response_model=None)
     @needs(Access.ADMINISTRATOR)
     async def finish_weight_update() -> Response:
-        done = await _ask(front, "finish_weight_update")
+        done = await ask(front, "finish_weight_update")
         return json_response({"message": "Weight update finished", **done})

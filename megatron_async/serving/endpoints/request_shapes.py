@@ -37,20 +37,21 @@ def _check_prompt(value: Any, _: Any) -> Any:
     if isinstance(value, list) and value and isinstance(value[0], list):
         for number, tokens in enumerate(value):
             if not isinstance(tokens, list):
-                raise _wrong_prompt(f"[{number}]", "a list of token ids, as the first is")
-            _check_tokens(tokens, f"[{number}]")
+                raise _wrong(f"prompt[{number}]", "a list of token ids, as the first is")
+            check_tokens(tokens, f"prompt[{number}]")
     elif isinstance(value, list) and value and isinstance(value[0], str):
         for number, text in enumerate(value):
             if not isinstance(text, str):
-                raise _wrong_prompt(f"[{number}]", "a text, as the first is")
+                raise _wrong(f"prompt[{number}]", "a text, as the first is")
     elif isinstance(value, list):
-        _check_tokens(value)
+        check_tokens(value, "prompt")
     elif not isinstance(value, str):
-        raise _wrong_prompt("", "a text, a list of texts, or lists of token ids")
+        raise _wrong("prompt", "a text, a list of texts, or lists of token ids")
     return value
 
 
-def _check_tokens(tokens: list[Any], place: str = "") -> None:
+def check_tokens(tokens: list[Any], place: str) -> None:
+    """Raises PydanticCustomError, which names ``place``, for what is no list of token ids."""
     # By parts: no other thread runs while one of them is looked at.
     for start in range(0, len(tokens), MANY):
         part = tokens[start : start + MANY]
@@ -58,11 +59,11 @@ def _check_tokens(tokens: list[Any], place: str = "") -> None:
             continue
         for number, token in enumerate(part, start):
             if type(token) is not int or not 0 <= token <= MAX_TOKEN:
-                raise _wrong_prompt(f"{place}[{number}]", f"a token id from 0 to {MAX_TOKEN}")
+                raise _wrong(f"{place}[{number}]", f"a token id from 0 to {MAX_TOKEN}")
 
 
-def _wrong_prompt(place: str, wanted: str) -> PydanticCustomError:
-    return PydanticCustomError("prompt", f"prompt{place} must be {wanted}")
+def _wrong(place: str, wanted: str) -> PydanticCustomError:
+    return PydanticCustomError("prompt", f"{place} must be {wanted}")
 
 
 def template_variables(given: dict[str, Any] | None, effort: str | None) -> dict[str, Any]:

@@ -186,6 +186,7 @@ async def create_response(front: Frontend, request: Request, body: ResponsesRequ
         skip_special_tokens=body.skip_special_tokens is not False,
         markers=front.chat.markers(tools),
         name=name,
+        answer_id=f"resp_{name}",
     )
     job.is_acknowledged = bool(body.stream)
     log_jobs(request, [job], model)
@@ -239,7 +240,7 @@ class _Answer:
         self._items = OutputItems(request_id, parser)
         format = (body.text and body.text.format) or TextFormat(schema=None)
         self._head: dict[str, Any] = {
-            "id": f"resp_{request_id}",
+            "id": job.answer_id,
             "object": "response",
             "created_at": int(time.time()),
             "model": model,

@@ -7,7 +7,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -35,6 +35,7 @@ from megatron_async.serving.messages import (
     Refused,
     Snapshot,
     ToEngine,
+    named,
 )
 
 logger = logging.getLogger(__name__)
@@ -197,10 +198,10 @@ class SleepingEngine:
         ]
         self._say(waiting.front_end, Outputs(ends))
 
-    def _end_all(self, names: Container[str] | None = None) -> int:
-        """All, or those of clients' ids. Returns how many there were."""
-        waiting = self._waiting.items()
-        keys = [key for key, each in waiting if names is None or each.asked.name in names]
+    def _end_all(self, ids: Iterable[str] | None = None) -> int:
+        """All, or those that ``ids`` mean. Returns how many there were."""
+        waiting = {key: (at.asked.name, at.asked.answer_id) for key, at in self._waiting.items()}
+        keys = list(waiting) if ids is None else named(ids, waiting)
         for key in keys:
             self._end(key, "abort")
         return len(keys)
@@ -222,7 +223,13 @@ class SleepingEngine:
                 self._wake_up(front_end, control)
                 return None
             case "state":
-                return {"is_sleeping": True, "is_paused": True}
+                count = sum(each.asked.params["n"] for each in self._waiting.values())
+                return {
+                    "is_sleeping": True,
+                    "is_paused": True,
+                    "can_sleep": True,
+                    "requests": count,
+                }
             case "info":
                 return msgspec.structs.asdict(self._info)
             case "suspend" | "pause":
@@ -235,8 +242,12 @@ class SleepingEngine:
                 self._keep(lost_weights=self._kept.lost_weights or level == 2)
                 return {"is_sleeping": True}
             case "abort_requests":
-                names = control.arguments.get("names")
-                return {"aborted": self._end_all(None if names is None else frozenset(names))}
+                return {"aborted": self._end_all(control.arguments.get("names"))}
+            case "resume" if control.arguments.get("when_awake"):
+                self._keep(suspended=False)
+                return {"suspended": False}
+            case "hold_weights" | "take_weights":
+                return {}
             case "live":
                 return {"device": "asleep", "steps": []}
         raise RequestError(_SAID)

@@ -23,14 +23,11 @@ from megatron_async.serving.engine_side.live_requests import (
 from megatron_async.serving.engine_side.live_steps import LiveSteps
 from megatron_async.serving.engine_side.profile import Profiler, device_name
 from megatron_async.serving.messages import Answer, Control, Kept
+from megatron_async.serving.trainers.controls import TRAINER_CONTROLS, TrainerControls
 from megatron_async.weights.source import replaces_all
-from megatron_async.weights.targets import covers
-from megatron_async.weights.transfer import WeightTransfer
 
 logger = logging.getLogger(__name__)
 
-SENT = "a trainer, which has sent them,"
-"""In place of the path of weights that are in no file: the next process cannot have them."""
 RESUMED = "the engine was resumed while this waited for its requests to end"
 
 
@@ -57,20 +54,23 @@ class Controls:
         self._keep = keep
         self._kept = Kept()
         self._keeping = threading.Lock()
+        self._trainer = TrainerControls(engine, self)
         self._threads = ControlThreads(
             {name: partial(method, self) for name, method in CONTROLS.items()}
+            | {name: partial(method, self._trainer) for name, method in TRAINER_CONTROLS.items()}
         )
         self._switching = threading.Lock()
         """Held while the engine is stopped, or goes on."""
         self._resumed = 0
         """The order of the last control that had the engine go on: earlier ones stop it no more."""
+        self._resumes_awake = False
+        """The engine sleeps, and goes on when it is awake though it was stopped before."""
         self._is_drained = False
         self._making_way: set[Call] = set()
         """Controls that let no request in while they wait for the others."""
         self._updating = threading.Lock()
         self._live = LiveSteps(engine)
         self._profiler = Profiler(engine, self._live)
-        self._transfer = WeightTransfer(engine.cache.device)
 
     @property
     def kept(self) -> Kept:
@@ -82,10 +82,15 @@ class Controls:
         """Weight updates since the server's start, whatever became of earlier processes."""
         return self._requests.first_version + self._engine.weight_version
 
+    @property
+    def call(self) -> Call:
+        """The control of the thread that asks."""
+        return self._threads.current
+
     def restore(self, kept: Kept) -> None:
         """Be as an earlier process was told to be, before requests come. Weights that cannot be had
         any more leave those of the model, and :attr:`lost` says so."""
-        self._change(**msgspec.structs.asdict(kept))
+        self.change(**msgspec.structs.asdict(kept))
         for path in kept.weights:
             try:
                 self._engine.update_weights(path)
@@ -127,8 +132,7 @@ class Controls:
     def suspend(self) -> dict[str, Any]:
         """Commit what is in flight and launch nothing until ``resume``."""
         with self._switching:
-            self._engine.suspend()
-            self._change(suspended=True)
+            self._suspend()
         return {"suspended": True}
 
     def pause(self, mode: str = "keep", timeout: float | None = None) -> dict[str, Any]:
@@ -143,14 +147,19 @@ class Controls:
             BusyError: somebody has resumed it meanwhile.
         """
         with self._make_way(mode, timeout):
-            self._engine.suspend()
-            self._change(suspended=True)
+            self._suspend()
         return {"suspended": True}
 
-    def resume(self) -> dict[str, Any]:
+    def resume(self, when_awake: bool = False) -> dict[str, Any]:
         """Go on after ``suspend``, ``pause`` and ``drain``. Those that wait to stop the engine give
-        up."""
-        self._engine.sleep_mode.check_awake()
+        up.
+
+        Args:
+            when_awake: an engine that sleeps goes on when all of its memory is there; else that is
+                an error.
+        """
+        if not when_awake:
+            self._engine.sleep_mode.check_awake()
         self._resumed = self._threads.current.order
         self._is_drained = False
         for call in list(self._making_way):
@@ -159,8 +168,10 @@ class Controls:
         self._refuse()
         self._requests.wake_waiters()
         with self._switching:
-            self._engine.resume()
-            self._change(suspended=False)
+            self._resumes_awake = self._engine.is_sleeping
+            if not self._resumes_awake:
+                self._engine.resume()
+            self.change(suspended=False)
         return {"suspended": False}
 
     def drain(self, timeout: float | None = None) -> dict[str, Any]:
@@ -173,17 +184,16 @@ class Controls:
         self._refuse()
         return {"in_time": self._finish(timeout, TIMEOUT)}
 
-    def weights(self, path: str, recompute_kv_cache: bool = True) -> dict[str, Any]:
-        """Replace the weights between two steps by those of a model directory or file."""
-        with self._only_update():
-            self._engine.update_weights(path, recompute_kv_cache=recompute_kv_cache)
+    def weights(
+        self, path: str, recompute_kv_cache: bool = True, called: str | None = None
+    ) -> dict[str, Any]:
+        """Replace the weights between two steps by those of a model directory or file, and call
+        them by ``called``."""
+        recompute = recompute_kv_cache and self._trainer.recompute
+        with self.only_update(), self._trainer.naming(called):
+            self._engine.update_weights(path, recompute_kv_cache=recompute)
             # The file has been accepted, so its header is no larger than it may be.
-            is_whole = replaces_all(self._engine.model.weights_owner, path)
-            paths = (*(each for each in self._kept.weights if each != path), path)
-            if is_whole:
-                paths = (path,)
-                self.lost = None
-            self._change(weights=paths, weight_version=self.weight_version, **self._asleep())
+            self.note_weights(path, is_whole=replaces_all(self._engine.model.weights_owner, path))
         return {"weight_version": self.weight_version}
 
     def sleep(self, level: int = 1, mode: str = "keep") -> dict[str, Any]:
@@ -199,56 +209,35 @@ class Controls:
         self._engine.sleep_mode.check_possible()
         with self._make_way(mode, None):
             self._engine.sleep(level)
-            self._change(**self._asleep())
+            self.change(**self._asleep())
         return {"is_sleeping": True}
 
     def abort_requests(self, names: list[str] | None = None) -> dict[str, Any]:
-        """End all requests with what they have, or those of clients' ids; new ones are taken."""
-        chosen = None if names is None else frozenset(names)
-        return {"aborted": self._requests.end_all("abort", chosen)}
+        """End all requests with what they have, or those that have these ids; new ones are
+        taken."""
+        return {"aborted": self._requests.end_all("abort", names)}
 
     def wake_up(self, tags: list[str] | None = None) -> dict[str, Any]:
         """Take the memory back that ``sleep`` gave."""
         with self._switching:
             try:
                 self._engine.wake_up(tags)
+                if self._resumes_awake and not self._engine.is_sleeping:
+                    self._resumes_awake = False
+                    self._engine.resume()
             finally:
-                self._change(**self._asleep())
+                self.change(**self._asleep())
         return {"is_sleeping": self._engine.is_sleeping}
 
     def state(self) -> dict[str, Any]:
-        """Whether the engine sleeps, and whether nothing is launched."""
-        return {"is_sleeping": self._engine.is_sleeping, "is_paused": self._engine.suspended}
-
-    def init_weight_transfer(self, **where: Any) -> dict[str, Any]:
-        """Join a trainer's group."""
-        with self._only_update():
-            self._transfer.connect(**where, given_up=self._threads.current.wake)
-        return {}
-
-    def start_weight_update(self, partial: bool = False) -> dict[str, Any]:
-        """Begin an update by the group, of all parameters or of some."""
-        with self._only_update():
-            self._transfer.start(partial=partial)
-        return {}
-
-    def receive_weights(self, **announced: Any) -> dict[str, Any]:
-        """Take tensors of the group's trainer, beside those that are served."""
-        with self._only_update():
-            return {"tensors": self._transfer.receive(**announced)}
-
-    def finish_weight_update(self) -> dict[str, Any]:
-        """Replace the weights by all that has come. They are in no file: should this process end,
-        the next one says that they are lost."""
-        with self._only_update():
-            names = self._transfer.finish(self._engine.update_weights)
-            paths = (*(each for each in self._kept.weights if each != SENT), SENT)
-            if covers(self._engine.model.weights_owner, names):
-                paths = (SENT,)
-                self.lost = None
-            if names:
-                self._change(weights=paths, weight_version=self.weight_version, **self._asleep())
-        return {"weight_version": self.weight_version}
+        """Whether the engine sleeps or can, whether nothing is launched, and sequences that have
+        not ended."""
+        return {
+            "is_sleeping": self._engine.is_sleeping,
+            "is_paused": self._engine.suspended,
+            "can_sleep": self._engine.sleep_mode.is_possible,
+            "requests": len(self._requests),
+        }
 
     def reset_prefix_cache(self) -> dict[str, Any]:
         """Forget all cached prefixes."""
@@ -279,8 +268,13 @@ class Controls:
 
     # --- what they are made of ----------------------------------------------------------------
 
+    def _suspend(self) -> None:
+        self._engine.suspend()
+        self._resumes_awake = False
+        self.change(suspended=True)
+
     @contextlib.contextmanager
-    def _only_update(self) -> Iterator[None]:
+    def only_update(self) -> Iterator[None]:
         """Raises BusyError while another thread changes the weights, or waits for a trainer: those
         that wait would leave no thread for other controls."""
         if not self._updating.acquire(blocking=False):
@@ -324,12 +318,20 @@ class Controls:
         refusal = "the engine is paused" if self._making_way else None
         self._requests.refusal = "the engine is being drained" if self._is_drained else refusal
 
+    def note_weights(self, path: str, *, is_whole: bool) -> None:
+        """The weights are new, all of them or some: those of ``path``."""
+        paths = (*(each for each in self._kept.weights if each != path), path)
+        if is_whole:
+            paths = (path,)
+            self.lost = None
+        self.change(weights=paths, weight_version=self.weight_version, **self._asleep())
+
     def _asleep(self) -> dict[str, Any]:
         """What a ``Kept`` says of sleep."""
         mode = self._engine.sleep_mode
         return {"asleep": tuple(sorted(mode.asleep)), "lost_weights": mode.lost_weights}
 
-    def _change(self, **changes: Any) -> None:
+    def change(self, **changes: Any) -> None:
         """Say what the next process must know."""
         with self._keeping:
             self._kept = msgspec.structs.replace(self._kept, **changes)
@@ -374,14 +376,10 @@ CONTROLS: dict[str, Callable[..., dict[str, Any]]] = {
         Controls.abort_requests,
         Controls.wake_up,
         Controls.state,
-        Controls.init_weight_transfer,
-        Controls.start_weight_update,
-        Controls.receive_weights,
-        Controls.finish_weight_update,
         Controls.reset_prefix_cache,
         Controls.check_idle,
         Controls.live,
         Controls.profile,
     )
 }
-"""By their names; ``info`` is answered without a thread."""
+"""By their names, with :data:`TRAINER_CONTROLS`; ``info`` is answered without a thread."""

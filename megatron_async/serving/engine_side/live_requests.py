@@ -7,7 +7,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from megatron_async.serving.messages import (
     PromptLogProbs,
     Refused,
     WeightVersion,
+    named,
 )
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class LiveRequest:
     """A request of a front end.
 
     Attributes:
-        name: the client's id of it, which several may have.
+        names: the client's id of it, which several may have, and that of its answer.
         left: sequences that have not ended.
         has_text: the engine makes its text, for it has stop words.
         reason: why it is aborted, in place of the engine's reason.
@@ -60,7 +61,7 @@ class LiveRequest:
         "has_text",
         "is_ranked",
         "left",
-        "name",
+        "names",
         "reason",
         "record",
         "request_id",
@@ -73,10 +74,10 @@ class LiveRequest:
         request_id: int,
         engine_id: int,
         has_text: bool,
-        name: str,
+        names: tuple[str, str],
     ) -> None:
         self.front_end = front_end
-        self.name = name
+        self.names = names
         self.request_id = request_id
         self.engine_id = engine_id
         self.has_text = has_text
@@ -171,12 +172,12 @@ class LiveRequests:
         for request_id in list(front_end.requests):
             self.abort(front_end, request_id)
 
-    def end_all(self, reason: str, names: Container[str] | None = None) -> int:
-        """End all requests, or those of clients' ids; front ends see ``reason``. How many there
+    def end_all(self, reason: str, ids: Iterable[str] | None = None) -> int:
+        """End all requests, or those that ``ids`` mean; front ends see ``reason``. How many there
         were."""
         ended = {route.live for route in list(self._routes.values())}
-        if names is not None:
-            ended = {live for live in ended if live.name in names}
+        if ids is not None:
+            ended = named(ids, {live: live.names for live in ended})
         for live in ended:
             self._end(live, reason)
         return len(ended)
@@ -203,7 +204,8 @@ class LiveRequests:
         if asked.timeout is not None and not asked.timeout > 0:
             raise RequestError(f"timeout={asked.timeout} must be above 0 seconds")
         has_text = bool(asked.params["stop_words"])
-        live = LiveRequest(front_end, request_id, next(self._engine_ids), has_text, asked.name)
+        names = asked.name, asked.answer_id
+        live = LiveRequest(front_end, request_id, next(self._engine_ids), has_text, names)
         future = self._engine.add_request(
             live.engine_id,
             asked.prompt,

@@ -142,11 +142,12 @@ class Generator:
         scores_prompt: bool = False,
         markers: Sequence[str] = (),
         name: str = "",
+        answer_id: str = "",
     ) -> Job:
         """A prompt that fits the model, ready to run.
 
         Args:
-            name: the client's id of the request.
+            name: the client's id of the request; ``answer_id``: of its answer.
             params: checked.
             names: what the API calls the engine's parameters.
             cap_length: the most tokens to generate are a default, which gives way to the model's
@@ -191,6 +192,7 @@ class Generator:
             scores_prompt,
             self.tokenizer.special_tokens(markers) if markers and skip_special_tokens else {},
             name=name,
+            answer_id=answer_id,
         )
 
     async def stream(self, job: Job) -> AsyncGenerator[Piece, None]:
@@ -208,7 +210,7 @@ class Generator:
         texts = [
             ChoiceText(
                 self.tokenizer,
-                stop_ids,
+                () if job.keeps_stop else stop_ids,
                 skip_special_tokens=job.skip_special_tokens,
                 prompt=job.prompt,
                 markers=job.markers,
@@ -217,7 +219,7 @@ class Generator:
         ]
         message = Generate(
             job.request_id, job.prompt, CheckedParams.of(params), job.priority, job.timeout,
-            job.is_acknowledged, job.deaths, job.name,
+            job.is_acknowledged, job.deaths, job.name, job.answer_id,
         )  # fmt: skip
         self.running.add(job.request_id)
         started = time.perf_counter()

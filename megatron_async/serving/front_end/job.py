@@ -37,7 +37,8 @@ class Job:
     alone is asked for, and the one token that the engine generates is not shown. ``markers`` are
     special tokens that mark tool calls, by id, and stay in the text. ``is_acknowledged``: the first
     piece comes as soon as the engine has taken the request, and may be empty. ``deaths``: replicas
-    that have died under it. ``name``: the client's id of the request.
+    that have died under it. ``name``: the client's id of the request, ``answer_id`` that of its
+    answer. ``keeps_stop``: the token that ends a text is a part of it.
     """
 
     prompt: list[int]
@@ -53,6 +54,8 @@ class Job:
     is_acknowledged: bool = False
     deaths: int = 0
     name: str = ""
+    answer_id: str = ""
+    keeps_stop: bool = False
     prompt_log_probs: LogProbs | None = None
     prompt_ranks: Sequence[int] = ()
     generated: int = 0

@@ -27,17 +27,19 @@ from megatron_async.serving.http.frontend import Frontend
 from megatron_async.serving.http.keys import Access, Keys
 from megatron_async.serving.http.middleware import BodyLimit, RequestLog
 from megatron_async.serving.http.pages import Pages
-from megatron_async.serving.http.rights import RightsCheck, check_routes, needs
+from megatron_async.serving.http.rights import RightsCheck, check_routes, needs, rights_of
 from megatron_async.serving.http.sse import EventStream
 from megatron_async.serving.page import page_response
 from megatron_async.serving.page.live_feed import LiveFeed
+from megatron_async.serving.sglang.routes import add_sglang_endpoints
+from megatron_async.serving.sglang.trainer_routes import add_trainer_endpoints
 from megatron_async.serving.tracing import spans
 from megatron_async.version import __version__
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-OPEN_PATHS = frozenset({"/", "/health", "/v1/health", "/version", "/metrics"})
+OPEN_PATHS = frozenset({"/", "/health", "/v1/health", "/health_generate", "/version", "/metrics"})
 """Paths of the routes that need no key."""
 LIVE_PATH = "/live"
 UNTRACED_PATHS = OPEN_PATHS | {LIVE_PATH}
@@ -80,8 +82,10 @@ def make_app(
     _add_openai(app, front)
     _add_server(app, front)
     _add_engine(app, front)
+    add_sglang_endpoints(app, front)
     if front.config.development:
         add_development_endpoints(app, front)
+        add_trainer_endpoints(app, front)
     _add_page(app, front)
     _add_heads(app)
     _add_middleware(app, front)
@@ -221,7 +225,8 @@ def _add_heads(app: FastAPI) -> None:
     for route in list(app.routes):
         if not isinstance(route, APIRoute) or route.path == LIVE_PATH:
             continue
-        if "GET" in (route.methods or ()):
+        rights = rights_of(route)
+        if "GET" in (route.methods or ()) and rights is not None and not rights.own_pages:
             app.add_api_route(
                 route.path,
                 route.endpoint,

@@ -30,6 +30,7 @@ OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",
     "/api": "text_completion",
+    "/generate": "text_completion",
 }
 """``gen_ai.operation.name`` of each path."""
 ATTRIBUTES = {

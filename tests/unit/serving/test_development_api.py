@@ -317,10 +317,43 @@ def test_a_request_is_aborted_by_its_clients_id(http: httpx.Client, way: str, sl
         sent(http, "/resume")
 
 
-@pytest.mark.parametrize("wrong", ["", "cmpl-", "resp_", "é", "a\n"])
+@pytest.mark.parametrize("wrong", ["", "é", "a\n"])
 def test_an_empty_id_aborts_nobody(http: httpx.Client, wrong: str) -> None:
     said = sent(http, "/abort_requests", {"request_ids": ["mine", wrong]}, status=400)
     assert said["error"]["param"] == "request_ids"
+
+
+def test_ids_of_clients_go_before_ids_of_answers(http: httpx.Client) -> None:
+    """Aborting "cmpl-a" ended the request "a" with the one of that name."""
+    sent(http, "/pause")
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            asked = [
+                pool.submit(http.post, "/v1/completions", json={**BODY, "request_id": name})
+                for name in ("a", "cmpl-a", "b")
+            ]
+            while http.get("/v1/loads").json()["loads"][0]["num_total_reqs"] < 3:
+                """They have not come yet."""
+            assert aborted(http, "cmpl-a") == 1 and asked[1].result().status_code == 200
+            assert aborted(http, "chatcmpl-b", "cmpl-", "resp_a") == 0
+            assert aborted(http, "cmpl-a", "a") == 1 and asked[0].result().status_code == 200
+            assert aborted(http, "cmpl-b", "b", "b") == 1 and asked[2].result().status_code == 200
+    finally:
+        sent(http, "/resume")
+
+
+def test_an_update_that_is_open_is_not_begun_again(http: httpx.Client) -> None:
+    """What had come was forgotten without a word. A new group ends what its trainer left."""
+    before = generated(http)
+    group = trainer_group(http, packed=False)
+    sent(http, "/start_weight_update", {"partial": True})
+    send(http, group, {"model.norm.weight": torch.zeros(64)}, packed=False)
+    error = sent(http, "/start_weight_update", status=409)["error"]
+    assert error["code"] == "busy" and "finish it" in error["message"]
+    trainer_group(http, packed=False).close()
+    sent(http, "/start_weight_update", {"partial": True})
+    sent(http, "/finish_weight_update")
+    assert generated(http) == before
 
 
 def test_an_update_to_which_nothing_came_is_none(http: httpx.Client) -> None:
@@ -359,7 +392,8 @@ def test_a_pause_that_aborts_is_no_pause_that_keeps(http: httpx.Client, stream: 
 
 
 def test_weights_of_a_trainer_do_not_survive_their_process(directory: Path) -> None:
-    from megatron_async.serving.engine_side.controls import SENT, Controls
+    from megatron_async.serving.engine_side.controls import Controls
+    from megatron_async.serving.trainers.controls import SENT
 
     config = config_at(1, dtype="float32", max_requests=1, max_sequence_length=64, block_count=4)
     with DynamicInferenceEngine.from_pretrained(directory, config) as engine:

@@ -80,6 +80,26 @@ def test_the_server_says_which_a_request_gets_that_does_not_say(asked: Any) -> N
         assert asked(made.url) == near(sampled_from(raw))
 
 
+def test_processed_ones_of_greedy_choices_have_biases_and_no_filter() -> None:
+    """As vLLM's at temperature 0: after biases and penalties, at temperature 1."""
+    with served(hash_engine(1, tokenizer=hash_tokenizer())) as made:
+        body = {"prompt": "abc", "max_tokens": 1, "logprobs": 0, "return_token_ids": True}
+        body |= {"temperature": 0.0, "top_p": 0.5}
+
+        def first(**values: Any) -> tuple[int, float]:
+            answer = httpx.post(f"{made.url}/v1/completions", json=body | values)
+            choice = answer.raise_for_status().json()["choices"][0]
+            return choice["token_ids"][0], choice["logprobs"]["token_logprobs"][0]
+
+        processed = {"logprobs_mode": "processed_logprobs"}
+        token, raw = first()
+        assert first(**processed) == (token, pytest.approx(raw, abs=1e-4))
+        biased = raw + 2.0 - math.log1p(math.exp(raw) * math.expm1(2.0))
+        bias = {"logit_bias": {str(token): 2.0}}
+        assert first(**bias) == (token, pytest.approx(raw, abs=1e-4))
+        assert first(**bias, **processed) == (token, pytest.approx(biased, abs=1e-4))
+
+
 def test_an_unknown_mode_is_refused_by_its_name() -> None:
     with served(hash_engine(1, tokenizer=hash_tokenizer())) as made:
         body = {"prompt": "a", "logprobs_mode": "processed_logits"}

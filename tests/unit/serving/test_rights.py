@@ -33,11 +33,19 @@ ADMINISTRATORS = {
     *("/pause", "/resume", "/suspend", "/weights", "/reset_prefix_cache", "/profile"),
     *("/sleep", "/wake_up", "/abort_requests", "/init_weight_transfer_engine"),
     *("/start_weight_update", "/update_weights", "/finish_weight_update"),
+    # SGLang's
+    *("/pause_generation", "/continue_generation", "/abort_request", "/flush_cache"),
+    *("/release_memory_occupation", "/resume_memory_occupation", "/update_weight_version"),
+    *("/update_weights_from_disk", "/update_weights_from_tensor"),
+    *("/update_weights_from_distributed", "/init_weights_update_group"),
+    "/destroy_weights_update_group",
 }
 CLIENTS = {
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models", "/api", "/live"),
     *("/v1/models/{name:path}", "/tokenize", "/detokenize", "/openapi.json", "/is_sleeping"),
     *("/is_paused", "/server_info", "/get_world_size", "/completions", "/chat/completions"),
+    *("/generate", "/model_info", "/get_model_info", "/weight_version", "/get_weight_version"),
+    *("/get_server_info", "/v1/loads"),
 }
 SENDERS = {"nobody": None, "stranger": "wrong", "client": CLIENT, "administrator": ADMINISTRATOR}
 

@@ -1,0 +1,1 @@
+"""SGLang's routes, for trainers whose rollouts speak to SGLang: slime, AReaL."""
