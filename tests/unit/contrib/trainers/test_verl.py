@@ -1,0 +1,276 @@
+"""verl's rollout, with the calls of its replica, its agent loops and its training workers."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from megatron_async.cli.main import build_parser
+from megatron_async.contrib.trainers import server_process, verl
+from megatron_async.contrib.trainers.client import Client
+from megatron_async.errors import ConfigError, EngineDeadError, RequestError
+from tests.unit.serving.test_development_api import PROMPT, expected, llama
+
+CONFIG: dict[str, Any] = {
+    "name": "megatron_async", "tensor_model_parallel_size": 1, "data_parallel_size": 1,
+    "pipeline_model_parallel_size": 1, "free_cache_engine": True, "prompt_length": 3,
+    "response_length": 8, "max_model_len": 64, "max_num_seqs": 4, "dtype": "bfloat16",
+    "logprobs_mode": "processed_logprobs", "enable_prefix_caching": True, "quantization": None,
+    "engine_kwargs": {"megatron_async": ["--depth", "2"]},
+    "checkpoint_engine": SimpleNamespace(update_weights_bucket_megabytes=0),
+}  # fmt: skip
+SAMPLING = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
+
+
+def config_of(**changes: Any) -> Any:
+    return SimpleNamespace(**(CONFIG | changes))
+
+
+@dataclass
+class TokenOutput:
+    """As verl's."""
+
+    token_ids: list[int]
+    log_probs: list[float] | None = None
+    routed_experts: Any = None
+    stop_reason: str | None = None
+
+
+class BaseRollout:
+    """As verl's."""
+
+    def __init__(self, config: Any, model_config: Any, device_mesh: Any) -> None:
+        self.config, self.model_config, self.device_mesh = config, model_config, device_mesh
+
+
+class RolloutReplica:
+    """As verl's."""
+
+    def __init__(self, replica_rank: int, config: Any, model_config: Any) -> None:
+        self.replica_rank, self.config, self.model_config = replica_rank, config, model_config
+        self.world_size, self.rollout_mode, self.is_reward_model = 1, "hybrid", False
+        self.workers: list[Any] = []
+        self.servers: list[Any] = []
+
+
+class Registry:
+    """As verl's of replicas."""
+
+    known: ClassVar[dict[str, Any]] = {}
+
+    @classmethod
+    def register(cls, name: str, loader: Any) -> None:
+        cls.known[name] = loader
+
+
+class Handle:
+    """An actor's handle: its methods have ``remote``, which is awaited."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            found = getattr(self._actor, name)(*args, **kwargs)
+            return await found if asyncio.iscoroutine(found) else found
+
+        return SimpleNamespace(remote=call)
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """verl and Ray, as far as they are asked."""
+    names = ("verl", "verl.workers", "verl.workers.rollout", "verl.single_controller")
+    more = ("verl.workers.rollout.base", "verl.workers.rollout.replica",
+            "verl.single_controller.ray", "ray")  # fmt: skip
+    made: dict[str, Any] = {name: ModuleType(name) for name in (*names, *more)}
+    vars(made["verl.workers.rollout"])["base"] = base = made["verl.workers.rollout.base"]
+    base.BaseRollout, base._ROLLOUT_REGISTRY = BaseRollout, {}
+    replica = made["verl.workers.rollout.replica"]
+    replica.RolloutReplica, replica.TokenOutput = RolloutReplica, TokenOutput
+    replica.RolloutReplicaRegistry = Registry
+    for name, module in made.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    yield made
+    for name in ("ServerAdapter", "Replica"):
+        vars(verl).pop(name, None)
+
+
+@pytest.fixture
+def server(client: Client, modules: dict[str, Any]) -> verl.Server:
+    return verl.Server(config_of(), SimpleNamespace(local_path="model"), url=client.url)
+
+
+@pytest.fixture
+def adapter(server: verl.Server, modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Finds the server's actor by its name."""
+    actors = {"megatron_async_server_3": Handle(server)}
+    modules["ray"].get_actor = actors.__getitem__
+    monkeypatch.setenv("RANK", "3")
+    kind = importlib.import_module("megatron_async.contrib.trainers.verl").ServerAdapter
+    assert issubclass(kind, BaseRollout)
+    return kind(config_of(), None, None)
+
+
+def generated(server: verl.Server, **sampling: Any) -> TokenOutput:
+    """As an agent loop asks."""
+    call = server.generate(
+        request_id="turn", prompt_ids=PROMPT, sampling_params=SAMPLING | sampling, image_data=None,
+        video_data=None,
+    )  # fmt: skip
+    found: TokenOutput = asyncio.run(call)
+    return found
+
+
+def test_agent_loops_get_tokens_and_log_probs(server: verl.Server) -> None:
+    found = generated(server, logprobs=True)
+    assert found.token_ids == expected(llama(1)) and found.stop_reason == "completed"
+    assert found.log_probs is not None and len(found.log_probs) == 8
+    silent = generated(server, logprobs=False, max_tokens=2)
+    assert silent.token_ids == found.token_ids[:2] and silent.log_probs is None
+    for wrong in ({"best_of": 3}, {"n": 0}):
+        with pytest.raises(RequestError, match=next(iter(wrong))):
+            generated(server, **wrong)
+    with pytest.raises(RequestError, match="image_data"):
+        asyncio.run(server.generate(PROMPT, SAMPLING, "turn", image_data=[1]))
+
+
+def test_a_worker_brings_new_weights(server: verl.Server, adapter: Any) -> None:
+    """The order is that of verl's ``update_weights`` in a hybrid worker."""
+    new = ((name, p.detach()) for name, p in llama(2).named_parameters())
+
+    async def update() -> None:
+        await server.sleep()
+        await adapter.resume(tags=["weights"])
+        await adapter.update_weights(new, peft_config=None, base_sync_done=True)
+        await adapter.resume(tags=["kv_cache"])
+        await server.clear_kv_cache()
+        await server.start_profile(global_step=1)
+        await server.stop_profile()
+
+    asyncio.run(update())
+    assert generated(server).token_ids == expected(llama(2))
+    asyncio.run(adapter.release())
+    asyncio.run(adapter.resume(["kv_cache", "weights"]))
+    with pytest.raises(ConfigError, match="LoRA"):
+        asyncio.run(adapter.update_weights([], peft_config={}))
+    with pytest.raises(RequestError, match="lack"):
+        asyncio.run(adapter.update_weights([("model.norm.weight", torch.ones(64))]))
+    assert generated(server).token_ids == expected(llama(2))
+
+
+def test_requests_are_aborted_and_go_on(server: verl.Server) -> None:
+    asyncio.run(server.abort_all_requests())
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(generated, server, logprobs=True)
+        while not asyncio.run(server.abort_request("turn"))["aborted"]:
+            """It has not come yet."""
+        found = asked.result()
+    assert found.stop_reason == "aborted" and found.token_ids == found.log_probs == []
+    asyncio.run(server.resume_generation())
+    assert generated(server).stop_reason == "completed"
+
+
+def test_modes_say_who_wakes_it_up(client: Client) -> None:
+    for mode, said in (("hybrid", "update_weights wakes"), ("colocated", None)):
+        made = verl.Server(config_of(), None, SimpleNamespace(value=mode), url=client.url)
+        if said is None:
+            asyncio.run(made.wake_up())
+            continue
+        with pytest.raises(ConfigError, match=said):
+            asyncio.run(made.wake_up())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("tensor_model_parallel_size", 2), ("quantization", "fp8"),
+     ("enable_rollout_routing_replay", True), ("pipeline_model_parallel_size", 2)],
+)  # fmt: skip
+def test_what_is_not_served_is_named(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=field):
+        verl.Server(config_of(**{field: value}), None, url="http://nowhere")
+
+
+def test_a_replica_starts_its_server(
+    modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the node and the GPU of its worker, by options that its configuration gives."""
+    noted: dict[str, Any] = {}
+
+    class Started:
+        url = "http://10.0.0.1:123"
+
+        def __init__(self, model: str, options: list[str], **more: Any) -> None:
+            noted.update(model=model, options=options, **more)
+
+    class Remote:
+        def __init__(self, kind: Any) -> None:
+            self._kind = kind
+
+        def options(self, **options: Any) -> Any:
+            noted.update(options)
+            return SimpleNamespace(remote=lambda *args: Handle(self._kind(*args)))
+
+    monkeypatch.setattr(verl, "ServerProcess", Started)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    ray = modules["ray"]
+    ray.remote = Remote
+    context = SimpleNamespace(get_node_id=lambda: "node")
+    ray.get_runtime_context = lambda: context
+    ray.util = SimpleNamespace(
+        get_node_ip_address=lambda: "10.0.0.1",
+        scheduling_strategies=SimpleNamespace(NodeAffinitySchedulingStrategy=dict),
+    )
+    worker = SimpleNamespace()
+    worker.__ray_call__ = lambda function: function(worker)
+    verl.register()
+    replica = Registry.known["megatron_async"]()(2, config_of(), SimpleNamespace(local_path="m"))
+    assert isinstance(replica, RolloutReplica)
+    replica.workers = [Handle(worker)]
+    asyncio.run(replica.launch_servers())
+    assert noted["scheduling_strategy"] == {"node_id": "node", "soft": False}
+    assert noted["name"] == verl.actor_name(2) and noted["host"] == "10.0.0.1"
+    assert noted["environment"] == {"CUDA_VISIBLE_DEVICES": "5"} and noted["model"] == "m"
+    assert noted["options"][-2:] == ["--depth", "2"] and "--enable-sleep-mode" in noted["options"]
+    assert replica._server_address == "10.0.0.1:123" and replica._server_handle is not None
+    base = modules["verl.workers.rollout.base"]
+    path = base._ROLLOUT_REGISTRY["megatron_async", "async"]
+    module, _, name = path.rpartition(".")
+    assert issubclass(getattr(importlib.import_module(module), name), BaseRollout)
+    replica.workers *= 2
+    with pytest.raises(ConfigError, match="one GPU"):
+        asyncio.run(replica.launch_servers())
+
+
+def test_it_says_that_verl_is_missing() -> None:
+    with pytest.raises(ConfigError, match="verl"):
+        verl.register()
+
+
+def test_a_server_that_ends_is_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    class Ended:
+        def __init__(self, command: list[str], env: dict[str, str]) -> None:
+            started.append(command)
+            assert env["CUDA_VISIBLE_DEVICES"] == "3"
+
+        def poll(self) -> int:
+            return 2
+
+    monkeypatch.setattr(server_process.subprocess, "Popen", Ended)
+    with pytest.raises(EngineDeadError, match="status 2"):
+        server_process.ServerProcess(
+            "m", verl.options_of(config_of()), environment={"CUDA_VISIBLE_DEVICES": "3"}
+        )
+    parsed = build_parser().parse_args(started[0][3:])
+    assert parsed.server_dev_mode and parsed.enable_sleep_mode and parsed.model == "m"
