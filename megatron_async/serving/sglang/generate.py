@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_async.request.parameter_checks import check_vocabulary
+from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving.endpoints.json_body import apart
 from megatron_async.serving.endpoints.log_prob_shapes import LEAST
 from megatron_async.serving.endpoints.piece_order import ahead_of_others
@@ -27,6 +28,8 @@ from megatron_async.serving.sglang.generate_body import (
     SglangSampling,
 )
 
+EVENTS_OF_ALL = 256
+"""Beyond as many tokens an event of a stream waits for more: each shows all so far."""
 Shown = list[Any]
 """A log-probability as SGLang shows it: ``[value, token id, text or null]``."""
 
@@ -51,7 +54,8 @@ async def generate(front: Frontend, request: Request, body: GenerateRequest) -> 
 
 async def _prompts(front: Frontend, request: Request, body: GenerateRequest) -> list[Prompt]:
     given = body.prompts(front.config.max_prompts)
-    sampling = [each or SglangSampling() for each in body.each("sampling_params", len(given))]
+    default = SglangSampling()
+    sampling = [each or default for each in body.each("sampling_params", len(given))]
     if len({each.num_choices for each in sampling}) > 1:
         raise ApiError(400, "n must be the same for all prompts", param="n")
     field = "text" if body.input_ids is None else "input_ids"
@@ -59,11 +63,16 @@ async def _prompts(front: Frontend, request: Request, body: GenerateRequest) -> 
     each_asked = body.asked([len(tokens) for tokens in ids])
     rids = _rids(request, body, len(given))
     found = []
+    known: dict[tuple[int, Asked], SamplingParams] = {}
     rows = zip(ids, given, sampling, each_asked, rids, strict=True)
     for tokens, prompt, wanted, asked, rid in rows:
-        checked = partial(wanted.params, asked, front.config.max_choices)
-        params = front.salted(request, await apart(request, checked))
-        await front.generator.check_room(params, prompts=len(given), field=field)
+        key = id(wanted), asked  # all prompts may have the same ones, which take long to check
+        if key not in known:
+            checked = partial(wanted.params, asked, front.config.max_choices)
+            params = front.salted(request, await apart(request, checked))
+            await front.generator.check_room(params, prompts=len(given), field=field)
+            known[key] = params
+        params = known[key]
         job = await front.generator.job(
             tokens,
             params,
@@ -134,6 +143,7 @@ class _Answer:
         """The events of the answer as a stream, each with all that its text has so far."""
         jobs = [prompt.job for prompt in self._prompts]
         choices = [[Choice() for _ in range(self._count)] for _ in jobs]
+        sent: dict[tuple[int, int], int] = {}
         async with contextlib.aclosing(self._front.generator.stream_all(jobs)) as arriving:
             async for number, piece in ahead_of_others(arriving, jobs):
                 output, choice = piece.output, choices[number][piece.output.index]
@@ -147,6 +157,11 @@ class _Answer:
                     choice.stop_reason = output.stop_reason
                     choice.weight_spans = output.weight_spans
                     self._info = await self._front.generator.client.info()
+                key, count = (number, output.index), len(choice.token_ids)
+                due = sent.get(key, 0) * (EVENTS_OF_ALL + 1) // EVENTS_OF_ALL
+                if count < due and output.finish_reason is None:
+                    continue
+                sent[key] = count
                 shown = self._shown(self._prompts[number], choice)
                 if self._is_list:
                     shown["index"] = number * self._count + output.index

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.serving.sglang import generate
 from tests.support.cut_models import write_layers
 from tests.support.engines import config_at
 from tests.support.patience import PATIENCE_SECONDS
@@ -161,6 +162,17 @@ def test_a_stream_shows_all_so_far(http: httpx.Client) -> None:
         own = last[index]["meta_info"]
         assert own["finish_reason"] == each["meta_info"]["finish_reason"]
         assert own["output_token_logprobs"] == each["meta_info"]["output_token_logprobs"]
+
+
+def test_a_long_stream_has_few_events(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each shows all so far: as many as tokens would take the square of the time."""
+    monkeypatch.setattr(generate, "EVENTS_OF_ALL", 4)
+    params = SLIMES | {"max_new_tokens": 100, "ignore_eos": True}
+    body = {"input_ids": PROMPT, "stream": True, "sampling_params": params}
+    *events, end = http.post("/generate", json=body).text.split("\n\n")[:-1]
+    shown = [json.loads(each.removeprefix("data: ")) for each in events]
+    assert end == "data: [DONE]" and len(shown) < 30
+    assert len(shown[-1]["output_ids"]) == 100
 
 
 @pytest.mark.parametrize(
