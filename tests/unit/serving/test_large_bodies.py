@@ -41,7 +41,7 @@ def threads_of(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[s
 def test_a_million_token_ids_are_checked_outside_of_the_event_loop(
     nested: bool, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads = threads_of(monkeypatch, request_shapes, "_check_tokens")
+    threads = threads_of(monkeypatch, request_shapes, "check_tokens")
     tokens: Any = [300] * MILLION
     body = {"prompt": [tokens[:1000]] * 900 if nested else tokens}
     error_of(client.post("/v1/completions", json=body), 400)

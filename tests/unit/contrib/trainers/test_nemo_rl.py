@@ -112,6 +112,23 @@ def test_a_sample_that_is_aborted_goes_on(generation: Any, client: Client) -> No
     assert tokens == expected(llama(1)) and len(log_probs) == 8
 
 
+def test_it_goes_on_behind_the_tokens_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[list[int], int]] = []
+    parts = [([5, 6], "abort"), ([], "abort"), ([7], "stop")]
+
+    async def generate(_: Client, prompt: list[int], sampling: dict[str, Any]) -> Any:
+        asked.append((prompt, sampling["max_new_tokens"]))
+        tokens, reason = parts[len(asked) - 1]
+        pairs = [[-0.5, token, None] for token in tokens]
+        return {"meta_info": {"output_token_logprobs": pairs, "finish_reason": {"type": reason}}}
+
+    monkeypatch.setattr(Client, "generate", generate)
+    made = nemo_rl.GenerationMethods(["http://nowhere"], CONFIG)
+    found = asyncio.run(made.generate_one_sample(SAMPLING, PROMPT, 4))
+    assert found == (4, [5, 6, 7], [-0.5] * 3, False)
+    assert asked == [(PROMPT, 8), ([*PROMPT, 5, 6], 6), ([*PROMPT, 5, 6], 6)]
+
+
 @pytest.mark.parametrize(
     ("server", "more"), [({"num_gpus_per_engine": 2}, {}), ({}, {"speculative_algorithm": "EAGLE"})]
 )
