@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 
 from megatron_async.errors import EngineDeadError
+from megatron_async.processes.child import Child
 
+MODULE = "megatron_async.contrib.trainers.tied_server"
 ASK_AGAIN_SECONDS = 0.2
 END_SECONDS = 30.0
 
 
 class ServerProcess:
-    """``megatron-async serve`` at a free port, with the routes of trainers.
+    """``megatron-async serve`` at a free port, with the routes of trainers. It ends with this
+    process.
 
     Args:
         model: a model directory.
@@ -46,11 +47,9 @@ class ServerProcess:
         port = _free_port(host)
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{port}"
-        command = [
-            sys.executable, "-m", "megatron_async", "serve", "--model", model, "--host", host,
-            "--port", str(port), "--server-dev-mode", *options,
-        ]  # fmt: skip
-        self._process = subprocess.Popen(command, env={**os.environ, **(environment or {})})
+        listens = ["--host", host, "--port", str(port), "--server-dev-mode"]
+        command = ["serve", "--model", model, *listens, *options]
+        self._process = Child(MODULE, command, environment=environment)
         try:
             self._wait(patience)
         except BaseException:

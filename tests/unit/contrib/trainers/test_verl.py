@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -260,17 +261,18 @@ def test_a_server_that_ends_is_no_server(monkeypatch: pytest.MonkeyPatch) -> Non
     started: list[list[str]] = []
 
     class Ended:
-        def __init__(self, command: list[str], env: dict[str, str]) -> None:
+        def __init__(self, module: str, command: list[str], environment: dict[str, str]) -> None:
+            assert importlib.util.find_spec(module) is not None
             started.append(command)
-            assert env["CUDA_VISIBLE_DEVICES"] == "3"
+            assert environment == {"CUDA_VISIBLE_DEVICES": "3"}
 
         def poll(self) -> int:
             return 2
 
-    monkeypatch.setattr(server_process.subprocess, "Popen", Ended)
+    monkeypatch.setattr(server_process, "Child", Ended)
     with pytest.raises(EngineDeadError, match="status 2"):
         server_process.ServerProcess(
             "m", verl.options_of(config_of()), environment={"CUDA_VISIBLE_DEVICES": "3"}
         )
-    parsed = build_parser().parse_args(started[0][3:])
+    parsed = build_parser().parse_args(started[0])
     assert parsed.server_dev_mode and parsed.enable_sleep_mode and parsed.model == "m"
