@@ -30,6 +30,8 @@ REFUSED = {
 }
 """Fields of the rollout's configuration with the one value that is served."""
 DEVICES = "CUDA_VISIBLE_DEVICES"
+ACTOR = "MEGATRON_ASYNC_VERL_SERVER"
+"""The variable of a worker that names the server of its GPU."""
 
 
 def check_config(config: Any) -> None:
@@ -195,7 +197,10 @@ class AdapterMethods:
         if self._own_client is None:
             import ray
 
-            actor = ray.get_actor(actor_name(int(os.environ["RANK"])))
+            name = os.environ.get(ACTOR)
+            if name is None:
+                raise ConfigError("this worker has no server; its Replica must have started one")
+            actor = ray.get_actor(name)
             host, port = await actor.get_server_address.remote()
             shown = f"[{host}]" if ":" in host else host
             self._own_client = Client(f"http://{shown}:{port}")
@@ -275,7 +280,8 @@ class ReplicaMethods:
         check_config(self.config)
         if self.world_size != 1 or len(self.workers) != 1:
             raise ConfigError(f"an engine has one GPU, and {len(self.workers)} workers came")
-        node_id, devices, address = await self.workers[0].__ray_call__.remote(_where)
+        name = actor_name(self.replica_rank, is_reward_model=self.is_reward_model)
+        node_id, devices, address = await self.workers[0].__ray_call__.remote(_join, name)
         strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
             node_id=node_id, soft=False
         )
@@ -284,7 +290,7 @@ class ReplicaMethods:
             .options(
                 scheduling_strategy=strategy,
                 runtime_env={"env_vars": {f"RAY_EXPERIMENTAL_NOSET_{DEVICES}": "1"}},
-                name=actor_name(self.replica_rank, is_reward_model=self.is_reward_model),
+                name=name,
                 max_concurrency=1024,
             )
             .remote(self.config, self.model_config, self.rollout_mode, devices)
@@ -341,10 +347,12 @@ def __getattr__(name: str) -> Any:
     return made
 
 
-def _where(_: Any) -> tuple[str, str, str]:
-    """Node, GPUs and address of a worker, in which this runs."""
+def _join(_: Any, name: str) -> tuple[str, str, str]:
+    """Node, GPUs and address of a worker, in which this runs, and which learns its server's
+    name."""
     import ray
 
+    os.environ[ACTOR] = name
     context = ray.get_runtime_context()
     return context.get_node_id(), os.environ[DEVICES], ray.util.get_node_ip_address()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -116,7 +117,7 @@ def adapter(server: verl.Server, modules: dict[str, Any], monkeypatch: pytest.Mo
     """Finds the server's actor by its name."""
     actors = {"megatron_async_server_3": Handle(server)}
     modules["ray"].get_actor = actors.__getitem__
-    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv(verl.ACTOR, "megatron_async_server_3")
     kind = importlib.import_module("megatron_async.contrib.trainers.verl").ServerAdapter
     assert issubclass(kind, BaseRollout)
     return kind(config_of(), None, None)
@@ -232,7 +233,8 @@ def test_a_replica_starts_its_server(
         scheduling_strategies=SimpleNamespace(NodeAffinitySchedulingStrategy=dict),
     )
     worker = SimpleNamespace()
-    worker.__ray_call__ = lambda function: function(worker)
+    worker.__ray_call__ = lambda function, *args: function(worker, *args)
+    monkeypatch.setenv(verl.ACTOR, "")
     verl.register()
     replica = Registry.known["megatron_async"]()(2, config_of(), SimpleNamespace(local_path="m"))
     assert isinstance(replica, RolloutReplica)
@@ -242,6 +244,7 @@ def test_a_replica_starts_its_server(
     assert noted["name"] == verl.actor_name(2) and noted["host"] == "10.0.0.1"
     assert noted["environment"] == {"CUDA_VISIBLE_DEVICES": "5"} and noted["model"] == "m"
     assert noted["options"][-2:] == ["--depth", "2"] and "--enable-sleep-mode" in noted["options"]
+    assert os.environ[verl.ACTOR] == verl.actor_name(2) == "megatron_async_server_2"
     assert replica._server_address == "10.0.0.1:123" and replica._server_handle is not None
     base = modules["verl.workers.rollout.base"]
     path = base._ROLLOUT_REGISTRY["megatron_async", "async"]
@@ -250,6 +253,15 @@ def test_a_replica_starts_its_server(
     replica.workers *= 2
     with pytest.raises(ConfigError, match="one GPU"):
         asyncio.run(replica.launch_servers())
+
+
+def test_a_worker_without_a_server_says_so(
+    modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(verl.ACTOR, raising=False)
+    adapter = verl.adapter_class()(config_of(), None, None)
+    with pytest.raises(ConfigError, match="has no server"):
+        asyncio.run(adapter.resume(["weights"]))
 
 
 def test_it_says_that_verl_is_missing() -> None:
