@@ -7,6 +7,7 @@ actor. An engine has one GPU: tensor_model_parallel_size and its like must be 1.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -94,7 +95,9 @@ class Server:
         if self._client is None:
             environment = {} if self._devices is None else {DEVICES: self._devices}
             path, options = self._model_config.local_path, options_of(self._config)
-            self._process = ServerProcess(path, options, environment=environment, host=host)
+            self._process = await asyncio.to_thread(
+                ServerProcess, path, options, environment=environment, host=host
+            )
             self._client = Client(self._process.url)
 
     def get_server_address(self) -> tuple[str, int]:
@@ -151,28 +154,29 @@ class Server:
         if self._mode == "hybrid":
             raise ConfigError("in hybrid mode update_weights wakes the engine up")
         if self._mode == "colocated":
-            self.client.restore()
+            await self.client.asking("/resume_memory_occupation", {})
 
     async def sleep(self) -> None:
         """Give its memory back."""
         if self._mode != "standalone" and _field(self._config, "free_cache_engine", True):
-            self.client.release()
+            await self.client.asking("/release_memory_occupation", {})
 
     async def clear_kv_cache(self) -> None:
         """Forget cached prefixes."""
-        self.client.post("/reset_prefix_cache")
+        await self.client.asking("/reset_prefix_cache", {})
 
     async def abort_all_requests(self) -> None:
         """End all requests with what they have, and take none until :meth:`resume_generation`."""
-        self.client.post("/pause_generation", mode="abort")
+        await self.client.asking("/pause_generation", {"mode": "abort"})
 
     async def resume_generation(self) -> None:
         """Go on."""
-        self.client.post("/continue_generation")
+        await self.client.asking("/continue_generation", {})
 
     async def abort_request(self, request_id: str) -> dict[str, Any]:
         """End one request with what it has."""
-        return {"aborted": bool(self.client.abort(request_id)), "request_id": request_id}
+        found = await self.client.asking("/abort_request", {"rid": request_id})
+        return {"aborted": bool(found["aborted"]), "request_id": request_id}
 
     async def start_profile(self, **options: Any) -> None:
         """No profile is taken: ``POST /profile`` of the server is one."""
