@@ -248,5 +248,10 @@ def _add_state(app: FastAPI, front: Frontend) -> None:
     @app.get("/v1/loads", response_model=None)
     @needs(Access.CLIENT)
     async def loads() -> Response:
-        count = (await ask(front, "state"))["requests"]
+        client = front.generator.client
+        if client.states and client.snapshot is not None:  # replicas: as they have last said
+            gauges = client.snapshot.gauges
+            count = int(gauges["requests_running"] + gauges["requests_waiting"])
+        else:
+            count = (await ask(front, "state"))["requests"]
         return json_response({"loads": [{"dp_rank": 0, "num_total_reqs": count}]})
