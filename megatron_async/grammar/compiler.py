@@ -4,6 +4,7 @@ alone."""
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import json
 import logging
 import threading
@@ -18,10 +19,12 @@ import numpy.typing as npt
 import tokenizers
 
 from megatron_async.errors import RequestError, shown
-from megatron_async.grammar.matcher import Masks, Matcher
+from megatron_async.grammar.matcher import Follows, Masks, Matcher
 from megatron_async.grammar.messages import UNKNOWN, explained
 from megatron_async.grammar.rules import rules_of
 from megatron_async.grammar.spec import PLACES, StructuredOutputs
+from megatron_async.grammar.thought import Thought, check_fits
+from megatron_async.grammar.thought_matcher import BREAKS, ThoughtMatcher
 from megatron_async.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -76,6 +79,8 @@ class GrammarCompiler:
         pairs = list(zip(first, later, strict=True))
         self._text = _packed(np.flatnonzero([bool(a or b) for a, b in pairs]), vocab_size)
         self._blank = _packed(np.flatnonzero([bool(b and not a) for a, b in pairs]), vocab_size)
+        is_break = [data in BREAKS for data in later]
+        self._breaks = _packed(np.flatnonzero(is_break), vocab_size)
         self._lock = threading.RLock()
         self._cache: OrderedDict[StructuredOutputs, CompiledGrammar] = OrderedDict()
 
@@ -98,6 +103,8 @@ class GrammarCompiler:
         return compiled
 
     def _compile(self, spec: StructuredOutputs) -> CompiledGrammar:
+        if spec.thought is not None:
+            return self._compile_thought(spec)
         try:
             lark = rules_of(spec)
             later = self._start(self._later, lark)
@@ -110,6 +117,18 @@ class GrammarCompiler:
         if dead_end is not None:
             raise _error(spec, f"it allows no text: {dead_end}")
         return compiled
+
+    def _compile_thought(self, spec: StructuredOutputs) -> CompiledGrammar:
+        """What begins behind a thought is compiled, and kept, by itself."""
+        thought = Thought.from_json(str(spec.thought))
+        try:
+            check_fits(thought, self.vocab_size)
+        except ValueError as error:
+            raise RequestError(f"structured_outputs.thought: {error}") from None
+        if spec.kind == "thought":
+            return CompiledGrammar(self, None, None, thought)
+        text = self._compile(dataclasses.replace(spec, thought=None))
+        return text.behind(thought)
 
     def _part_at_fault(self, spec: StructuredOutputs) -> RequestError | None:
         """The error of the first part that cannot be compiled by itself, of a schema that says
@@ -148,6 +167,7 @@ class GrammarCompiler:
             byte_ids=range(self.vocab_size, self.vocab_size + 256),
             later_bytes=self._later_bytes,
             spell=self._spell,
+            breaks=self._breaks & ~stops,
         )
 
     def _spell(self, data: bytes) -> tuple[int, ...]:
@@ -193,21 +213,37 @@ class CompiledGrammar:
     def __init__(
         self,
         compiler: GrammarCompiler,
-        later: llguidance.LLMatcher,
+        later: llguidance.LLMatcher | None,
         first: llguidance.LLMatcher | None,
+        thought: Thought | None = None,
     ) -> None:
         self._compiler = compiler
         self._later = later
         self._first = first
+        self._thought = thought
 
-    def matcher(self, stop_ids: Iterable[int] | None = None) -> Matcher:
+    def behind(self, thought: Thought) -> CompiledGrammar:
+        """The same behind a thought."""
+        return CompiledGrammar(self._compiler, self._later, self._first, thought)
+
+    def matcher(self, stop_ids: Iterable[int] | None = None) -> Follows:
         """A matcher at the start of a text. Each sequence needs one of its own.
 
         Args:
             stop_ids: the tokens that end this request's text; None for the engine's.
         """
+        masks = self._compiler.masks(stop_ids)
+        if self._thought is None:
+            return self._at_start(masks)
+        if self._later is None:
+            return ThoughtMatcher(self._thought, None, None, masks)
+        behind = Matcher(self._later.deep_copy(), None, masks)
+        return ThoughtMatcher(self._thought, behind, self._at_start(masks), masks)
+
+    def _at_start(self, masks: Masks) -> Matcher:
+        assert self._later is not None
         first = None if self._first is None else self._first.deep_copy()
-        return Matcher(self._later.deep_copy(), first, self._compiler.masks(stop_ids))
+        return Matcher(self._later.deep_copy(), first, masks)
 
 
 _stack_size_lock = threading.RLock()  # a signal's handler may compile too

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, Self, TypeVar
 
 import llguidance
 import numpy as np
@@ -32,6 +32,7 @@ class Masks(NamedTuple):
         blank: int32 [W], tokens that make nothing of an empty text but add to others.
         byte_ids: the library's ids of the 256 bytes.
         later_bytes: what each token adds to a text that is not empty.
+        breaks: int32 [W], tokens that are one line break or two.
         spell: tokens of bytes, as the tokenizer writes them; none where it would not.
     """
 
@@ -43,6 +44,7 @@ class Masks(NamedTuple):
     byte_ids: range
     later_bytes: Sequence[bytes]
     spell: Callable[[bytes], tuple[int, ...]]
+    breaks: npt.NDArray[np.int32]
 
 
 class Forced(NamedTuple):
@@ -50,6 +52,41 @@ class Forced(NamedTuple):
 
     data: bytes
     ends: bool
+
+
+class Follows(Protocol):
+    """Follows a text token by token: the methods of :class:`Matcher`, which says what they do."""
+
+    def accept(self, token_id: int, /) -> bool: ...
+
+    def fill_mask(self, row: npt.NDArray[np.int32], /) -> None: ...
+
+    def along(self, drafts: Sequence[int], /) -> Iterator[Self]: ...
+
+    def forced_tokens(self) -> tuple[int, ...]: ...
+
+    def copy(self) -> Self: ...
+
+    @property
+    def must_end(self) -> bool: ...
+
+    @property
+    def error(self) -> str | None: ...
+
+
+_Text = TypeVar("_Text", bound=Follows)
+
+
+def along(text: _Text, drafts: Sequence[int]) -> Iterator[_Text]:
+    """See :meth:`Matcher.along`."""
+    yield text
+    if not drafts:
+        return
+    ahead = text.copy()
+    for draft in drafts:
+        if not ahead.accept(draft):
+            return
+        yield ahead
 
 
 class Matcher:
@@ -115,14 +152,7 @@ class Matcher:
     def along(self, drafts: Sequence[int]) -> Iterator[Matcher]:
         """This text, and then those behind each draft in turn while it may come. They are copies,
         valid until the next: nothing of a draft stays, not even an error on its way."""
-        yield self
-        if not drafts:
-            return
-        ahead = self.copy()
-        for draft in drafts:
-            if not ahead.accept(draft):
-                return
-            yield ahead
+        return along(self, drafts)
 
     def forced_tokens(self) -> tuple[int, ...]:
         """What comes next where the grammar leaves one way to go on, as the tokenizer writes it:

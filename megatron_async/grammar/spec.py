@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_async.errors import RequestError
 from megatron_async.grammar.calls import Calls
+from megatron_async.grammar.thought import Thought
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 MAX_SPEC_CHARACTERS = 1 << 20
@@ -35,6 +36,9 @@ class StructuredOutputs:
             tokens; None for two blanks at most, or a line break and 40 blanks behind it.
         calls: calls of tools that the text may be instead: what
             :meth:`~megatron_async.grammar.calls.Calls.to_json` gives; None for none.
+        thought: how the model writes the thought behind which the text begins, as
+            :meth:`~megatron_async.grammar.thought.Thought.to_json` gives, or a dict of its fields;
+            None for none. With it none of the five need be set.
 
     Raises:
         RequestError: names the field and what to change.
@@ -48,6 +52,7 @@ class StructuredOutputs:
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
     calls: str | None = None
+    thought: str | dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name in ("json_object", "disable_any_whitespace"):
@@ -57,8 +62,10 @@ class StructuredOutputs:
             object.__setattr__(self, "json", _json_text(self.json))
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
+        if isinstance(self.thought, Mapping):
+            object.__setattr__(self, "thought", json_module.dumps(dict(self.thought)))
         self._check_kinds()
-        for name in ("json", "regex", "grammar", "whitespace_pattern", "calls"):
+        for name in ("json", "regex", "grammar", "whitespace_pattern", "calls", "thought"):
             value = getattr(self, name)
             if value is not None:
                 _check_text(name, value)
@@ -68,11 +75,16 @@ class StructuredOutputs:
             except (ValueError, RecursionError):
                 raise _error("calls", "they are of another form; leave them out") from None
 
+        if self.thought is not None:
+            try:
+                Thought.from_json(str(self.thought))
+            except (ValueError, RecursionError) as error:
+                raise _error("thought", str(error)) from None
+
     @property
     def kind(self) -> str:
-        """Which of the five is set."""
-        (kind,) = self._set_kinds()
-        return kind
+        """Which of the five is set; "thought" where none is."""
+        return next(iter(self._set_kinds()), "thought")
 
     @classmethod
     def from_any(cls, value: StructuredOutputs | Mapping[str, Any]) -> StructuredOutputs:
@@ -108,6 +120,8 @@ class StructuredOutputs:
 
     def _check_kinds(self) -> None:
         kinds = self._set_kinds()
+        if not kinds and self.thought is not None:
+            kinds = ["thought"]
         if len(kinds) != 1:
             raise RequestError(
                 f"structured_outputs has {' and '.join(kinds) or 'none'} set; set exactly one of "

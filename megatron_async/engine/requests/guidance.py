@@ -24,7 +24,7 @@ from megatron_async.step.plan import Guess, Plan, Ticket
 
 if TYPE_CHECKING:
     from megatron_async.grammar.compiler import CompiledGrammar, GrammarCompiler
-    from megatron_async.grammar.matcher import Matcher
+    from megatron_async.grammar.matcher import Follows
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Guidance:
         self._drafts = drafts
         self._runner = runner
         self._grammars = grammars
-        self._matchers: dict[int, tuple[DynamicInferenceRequest, Matcher]] = {}
+        self._matchers: dict[int, tuple[DynamicInferenceRequest, Follows]] = {}
         self._processors: dict[int, tuple[DynamicInferenceRequest, Sequence[LogitsProcessor]]] = {}
 
     def open(
@@ -195,7 +195,7 @@ class GrammarEnd:
         ends_by_itself: no token ends the request, so it ends with the last that the grammar allows.
     """
 
-    def __init__(self, matcher: Matcher, *, ends_by_itself: bool) -> None:
+    def __init__(self, matcher: Follows, *, ends_by_itself: bool) -> None:
         self._matcher = matcher
         self._ends_by_itself = ends_by_itself
 
@@ -207,7 +207,12 @@ class GrammarEnd:
 
 
 def fill_masks(
-    matcher: Matcher, drafts: Sequence[int], masks: Mask, masked: Mask, *, guesses: bool
+    matcher: Follows,
+    drafts: Sequence[int],
+    masks: Mask,
+    masked: Mask,
+    *,
+    guesses: bool,
 ) -> tuple[tuple[int, ...], ...]:
     """Masks of a window ``[window, words]``: of its first token, and behind each draft of those
     before it that the grammar allows. What is behind another draft S never accepts, since the mask
@@ -230,7 +235,7 @@ def fill_masks(
     return tuple(runs)
 
 
-def _why_nothing_may_come(matcher: Matcher) -> str | None:
+def _why_nothing_may_come(matcher: Follows) -> str | None:
     try:
         return matcher.error
     except Exception as raised:
