@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_async.errors import RequestError
 from megatron_async.request import parameter_checks as checks
@@ -20,11 +20,17 @@ from megatron_async.serving.chat.answers.reasoning import (
     ReasoningFormat,
     ThoughtParser,
     begins_inside,
+    tags_behind,
 )
 from megatron_async.serving.chat.chat_messages import plain
 from megatron_async.serving.chat.prompt import NO_PLACE, Prompt, PromptMaker, Templates, Tool
+from megatron_async.serving.chat.thinking import Thinking
 from megatron_async.serving.front_end.limited_worker import LimitedWorkers, TooMuchError
 from megatron_async.serving.http.errors import renamed
+
+if TYPE_CHECKING:
+    from megatron_async.serving.chat.answers.harmony import HarmonyThought
+    from megatron_async.tokenizer.tokenizer import Tokenizer  # which imports torch
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +191,11 @@ class Chat:
             logger.warning(NO_PLACE)
         return made
 
+    def thinking(self, tokenizer: Tokenizer, prompt: str) -> Thinking:
+        """The thought of the answer to ``prompt``, in token ids."""
+        tags = None if self._reasoning is None else tags_behind(self._reasoning, prompt)
+        return Thinking(tokenizer, tags, is_known=self._reasoning is not None)
+
     def markers(self, tools: ToolUse) -> tuple[str, ...]:
         """What marks calls and thoughts in an answer, and must be in the text that its parser
         gets."""
@@ -217,19 +228,22 @@ class Chat:
             hidden: markers of calls that are special tokens, and so never content.
             shows_thought: the thought is part of the message.
         """
-        format, thought = self._format(tools), None
+        format = self._format(tools)
+        thought: ThoughtParser | HarmonyThought | None = None
         parser: Any = None
-        if self._reasoning is ReasoningFormat.GPT_OSS and not tools.required:
-            from megatron_async.serving.chat.answers.harmony import HarmonyParser
+        if self._reasoning is ReasoningFormat.GPT_OSS:
+            from megatron_async.serving.chat.answers.harmony import HarmonyParser, HarmonyThought
 
-            parser = HarmonyParser(tools.names)
-        else:
-            if self._reasoning is not None:
-                thought = ThoughtParser(inside=begins_inside(self._reasoning, prompt))
-            if format is not None:
-                from megatron_async.serving.chat.answers.tool_calls import ToolCallParser
+            if tools.required:
+                thought = HarmonyThought()
+            else:
+                parser = HarmonyParser(tools.names)
+        elif self._reasoning is not None:
+            thought = ThoughtParser(inside=begins_inside(self._reasoning, prompt))
+        if parser is None and format is not None:
+            from megatron_async.serving.chat.answers.tool_calls import ToolCallParser
 
-                parser = ToolCallParser(format, names=tools.names)
+            parser = ToolCallParser(format, names=tools.names)
         return MessageParser(
             parser,
             hidden=hidden,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any
@@ -14,10 +15,18 @@ from starlette.responses import Response
 from megatron_async.serving.chat.answers.message import Message, MessageParser
 from megatron_async.serving.chat.chat import ToolUse, with_tools
 from megatron_async.serving.chat.prompt import Prompt
+from megatron_async.serving.chat.thinking import Thinking, ThoughtLength
 from megatron_async.serving.endpoints.json_body import apart
 from megatron_async.serving.endpoints.log_prob_shapes import chat_log_probs, prompt_log_probs
 from megatron_async.serving.endpoints.request_shapes import ChatCompletionRequest
-from megatron_async.serving.front_end.job import Choice, Job, Piece, shown_weights, usage_of
+from megatron_async.serving.front_end.job import (
+    Choice,
+    Job,
+    Piece,
+    Usage,
+    shown_weights,
+    usage_of,
+)
 from megatron_async.serving.http.errors import json_response
 from megatron_async.serving.http.frontend import Frontend, log_jobs, name_of
 from megatron_async.serving.http.sse import DONE, EventStream, event, until_disconnect
@@ -41,6 +50,8 @@ async def create_chat_completion(
         continue_final_message=bool(body.continue_final_message),
         chat_template_kwargs=body.template_variables,
     )
+    thinking = front.chat.thinking(front.tokenizer, prompt.text)
+    params = thinking.guide(params, body.budget)
     # By default none: the template writes the begin token itself.
     adds = bool(body.add_special_tokens)
     name = name_of(request, body.request_id)
@@ -65,7 +76,7 @@ async def create_chat_completion(
         "model": model,
         "system_fingerprint": (await front.generator.info()).fingerprint,
     }
-    answer = _ChatCompletion(front, body, tools, job, head, prompt)
+    answer = _ChatCompletion(front, body, tools, job, head, prompt, thinking)
     if body.stream:
         return EventStream(answer.events())
     return json_response(await until_disconnect(request.receive, answer.whole()))
@@ -82,6 +93,7 @@ class _ChatCompletion:
         job: Job,
         head: dict[str, Any],
         prompt: Prompt,
+        thinking: Thinking,
     ) -> None:
         self._front = front
         self._body = body
@@ -89,6 +101,9 @@ class _ChatCompletion:
         self._job = job
         self._head = head
         self._prompt = prompt
+        self._thinking = thinking
+        self._thoughts: dict[int, ThoughtLength] = defaultdict(thinking.counter)
+        """Of each choice."""
         self._top = body.log_probs
 
     async def whole(self) -> dict[str, Any]:
@@ -102,7 +117,7 @@ class _ChatCompletion:
         return {
             **self._head,
             "choices": choices,
-            "usage": usage_of([job]).to_dict(),
+            "usage": self._shown_usage(usage_of([job])),
             "prompt_logprobs": self._prompt_log_probs() if wants_log_probs else None,
             "prompt_token_ids": job.prompt if self._body.return_token_ids else None,
             **self._prompt.fields,
@@ -111,6 +126,7 @@ class _ChatCompletion:
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         message = Message()
         parser = self._parser()
+        self._thoughts[index].add(choice.token_ids)
         message.add(parser.push(choice.text))
         message.add(parser.finish())
         return {
@@ -146,10 +162,11 @@ class _ChatCompletion:
                     parser = parsers[index] = self._parser()
                     unsaid = len(piece.output.token_ids)
                     yield event(self._first(index, unsaid, is_first=len(parsers) == 1))
+                self._thoughts[index].add(piece.output.token_ids)
                 for chunk in self._chunks(piece, parser):
                     yield event(chunk)
         if self._body.wants_usage:
-            usage = usage_of([self._job]).to_dict()
+            usage = self._shown_usage(usage_of([self._job]))
             yield event({**self._head, "choices": [], "usage": usage, **self._prompt.fields})
         yield DONE
 
@@ -199,8 +216,16 @@ class _ChatCompletion:
         """The field of a chunk that is not the last, but for tokens that come behind it."""
         if self._body.wants_continuous_usage:
             usage = usage_of([self._job])
-            return {"usage": usage._replace(generated=usage.generated - unsaid).to_dict()}
+            shown = usage._replace(generated=usage.generated - unsaid)
+            return {"usage": self._shown_usage(shown)}
         return {"usage": None} if self._body.wants_usage else {}
+
+    def _shown_usage(self, usage: Usage) -> dict[str, Any]:
+        """With the tokens of thoughts, where they are known."""
+        if not self._thinking.is_known:
+            return usage.to_dict()
+        count = sum(thought.count for thought in self._thoughts.values())
+        return {**usage.to_dict(), "completion_tokens_details": {"reasoning_tokens": count}}
 
     def _parser(self) -> MessageParser:
         return self._front.chat.parser(

@@ -143,6 +143,8 @@ class ChatCompletionRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Text | None = None
     include_reasoning: bool | None = None
+    thinking_budget: Annotated[Integer | None, at_least(0)] = None
+    thinking_token_budget: Annotated[Integer | None, at_least(0)] = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -159,6 +161,12 @@ class ChatCompletionRequest(SamplingFields):
             if self.stream and getattr(self, name):
                 raise ApiError(400, f"{name} goes with stream=false alone", param=name)
         return super().params(max_choices)
+
+    @property
+    def budget(self) -> int | None:
+        """The most tokens of a thought, by either name."""
+        given = self.thinking_budget
+        return self.thinking_token_budget if given is None else given
 
     @property
     def template_variables(self) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from megatron_async.serving.bodies.sampling_fields import SamplingFields
 from megatron_async.serving.chat.chat import ToolUse, with_tools
 from megatron_async.serving.chat.chat_messages import plain
 from megatron_async.serving.chat.prompt import Prompt
+from megatron_async.serving.chat.thinking import Thinking
 from megatron_async.serving.endpoints.json_body import apart
 from megatron_async.serving.endpoints.log_prob_shapes import chat_log_probs
 from megatron_async.serving.endpoints.request_shapes import template_variables
@@ -92,6 +93,7 @@ class ResponsesRequest(SamplingFields):
     max_output_tokens: Annotated[Integer | None, at_least(1)] = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
+    thinking_budget: Annotated[Integer | None, at_least(0)] = None
     chat_template_kwargs: dict[str, Any] | None = None
     top_logprobs: Annotated[Integer | None, range_of("top_n_logprobs")] = None
     include: Several[str] | None = None
@@ -176,6 +178,8 @@ async def create_response(front: Frontend, request: Request, body: ResponsesRequ
         )
     except ApiError as error:
         raise given.in_items(error) from None
+    thinking = front.chat.thinking(front.tokenizer, prompt.text)
+    params = thinking.guide(params, body.thinking_budget)
     name = name_of(request, body.request_id)
     job = await front.generator.job(
         await front.generator.tokenize(prompt.text, field="input"),
@@ -190,7 +194,7 @@ async def create_response(front: Frontend, request: Request, body: ResponsesRequ
     )
     job.is_acknowledged = bool(body.stream)
     log_jobs(request, [job], model)
-    answer = _Answer(front, body, tools, job, name, model, prompt)
+    answer = _Answer(front, body, tools, job, name, model, prompt, thinking)
     if body.stream:
         return EventStream(answer.events(), answer.failed)
     return json_response(await until_disconnect(request.receive, answer.whole()))
@@ -230,9 +234,11 @@ class _Answer:
         request_id: str,
         model: str,
         prompt: Prompt,
+        thinking: Thinking,
     ) -> None:
         self._front = front
         self._job = job
+        self._thought = thinking.counter()
         self._top = body.log_probs
         self._shows_weights = bool(body.return_weight_versions)
         self._numbers = itertools.count()
@@ -266,6 +272,7 @@ class _Answer:
         async with contextlib.aclosing(self._front.generator.stream(self._job)) as pieces:
             async for text, output in pieces:
                 self._items.push(text, self._log_probs(output))
+                self._thought.add(output.token_ids)
                 last = output
         assert last is not None
         status = _status(last)
@@ -286,6 +293,7 @@ class _Answer:
                         yield self._event({"type": name, "response": response})
                 for content in self._items.push(text, self._log_probs(output)):
                     yield self._event(content)
+                self._thought.add(output.token_ids)
                 last = output
         assert last is not None
         status = _status(last)
@@ -331,7 +339,7 @@ class _Answer:
             "input_tokens": usage.prompt,
             "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
             "output_tokens": usage.generated,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._thought.count},
             "total_tokens": usage.prompt + usage.generated,
         }
         return response

@@ -112,6 +112,27 @@ class HarmonyParser:
         return out
 
 
+class HarmonyThought:
+    """Divides a text into thought and the rest, where the rest is calls in another format; as
+    :class:`~megatron_async.serving.chat.answers.reasoning.ThoughtParser`."""
+
+    def __init__(self) -> None:
+        self._parser = HarmonyParser()
+
+    def push(self, text: str) -> tuple[str, str]:
+        """What ``text`` adds to the thought, and to the rest."""
+        return _apart(self._parser.push(text))
+
+    def finish(self) -> tuple[str, str]:
+        """What is left when no more text comes."""
+        return _apart(self._parser.finish())
+
+
+def _apart(parts: list[Part]) -> tuple[str, str]:
+    thought = "".join(part.text for part in parts if isinstance(part, Thought))
+    return thought, "".join(part for part in parts if isinstance(part, str))
+
+
 def _is_header(text: str) -> bool:
     """Whether a header begins with ``text``, or may."""
     begin = text.lstrip()

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from megatron_async.serving.chat.answers.reasoning import Thought, ThoughtParser
+from megatron_async.serving.chat.answers.reasoning import Thought
+
+
+class Divides(Protocol):
+    """Divides a text into a thought and the rest, as it comes."""
+
+    def push(self, text: str, /) -> tuple[str, str]: ...
+
+    def finish(self) -> tuple[str, str]: ...
 
 
 @dataclass(slots=True)
@@ -62,7 +70,7 @@ class MessageParser:
         parallel: bool = True,
         hidden: Collection[str] = (),
         named: bool = False,
-        thought: ThoughtParser | None = None,
+        thought: Divides | None = None,
         shows_thought: bool = True,
     ) -> None:
         self._parser = parser

@@ -22,6 +22,23 @@ class ReasoningFormat(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Tags:
+    """What stands around a thought, in the text behind a prompt.
+
+    Args:
+        opening: begins it; None where the text begins inside of it.
+        closing: ends it.
+        forced: ends it in the midst of it.
+        may_end: the text may end in it, with a call of a tool.
+    """
+
+    opening: str | None
+    closing: str
+    forced: str
+    may_end: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Thought:
     """More of the text of a thought."""
 
@@ -34,6 +51,16 @@ def begins_inside(format: ReasoningFormat, prompt: str) -> bool:
     if end.endswith(OPENING):
         return True
     return format is ReasoningFormat.DEEPSEEK_R1 and not end.endswith(CLOSING)
+
+
+def tags_behind(format: ReasoningFormat, prompt: str) -> Tags | None:
+    """The tags of a thought that may come behind ``prompt``; None where none does."""
+    if format is ReasoningFormat.GPT_OSS:
+        final = "<|channel|>final<|message|>"
+        return Tags(None, final, f"<|end|><|start|>assistant{final}", may_end=True)
+    if prompt.rstrip().endswith(CLOSING):
+        return None
+    return Tags(None if begins_inside(format, prompt) else OPENING, CLOSING, CLOSING)
 
 
 class ThoughtParser:
