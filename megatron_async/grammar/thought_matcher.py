@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 import numpy as np
@@ -23,50 +24,69 @@ class _Place(Enum):
     TEXT = auto()
 
 
+@dataclass(slots=True)
+class _At:
+    """Where it stands.
+
+    Args:
+        count: tokens of the thought.
+        last: its last tokens, as many as end it.
+        forced: how many of the tokens that are forced have come.
+        breaks: how many tokens of line breaks have come behind it.
+    """
+
+    place: _Place
+    ended: bool = False
+    count: int = 0
+    last: tuple[int, ...] = ()
+    forced: int = 0
+    breaks: int = 0
+
+
 class ThoughtMatcher:
     """Follows a thought and then a text, as a :class:`Matcher` follows a text.
 
     Args:
         text: what follows the thought; None for any text.
         first: the same at the beginning, for a model that does not think.
+        at: where it stands; None for the beginning.
     """
 
     def __init__(
-        self, thought: Thought, text: Matcher | None, first: Matcher | None, masks: Masks
+        self,
+        thought: Thought,
+        text: Matcher | None,
+        first: Matcher | None,
+        masks: Masks,
+        at: _At | None = None,
     ) -> None:
         self._thought = thought
         self._text = text
         self._first = first
         self._masks = masks
-        self._place = _Place.INSIDE if thought.opening is None else _Place.BEFORE
-        self._ended = False
-        self._count = 0
-        self._last: tuple[int, ...] = ()
-        """The last tokens of the thought, as many as end it."""
-        self._forced = 0
-        """How many of the tokens that are forced have come."""
-        self._breaks = 0
+        begin = _Place.INSIDE if thought.opening is None else _Place.BEFORE
+        self._at = at or _At(begin)
 
     def accept(self, token_id: int) -> bool:
         """Go on by a token; False if it is not allowed, and then nothing has changed."""
-        if self._ended:
+        if self._at.ended:
             return False
-        if self._place is _Place.BEFORE:
+        if self._at.place is _Place.BEFORE:
             if token_id == self._thought.opening:
-                self._place = _Place.INSIDE
+                self._at.place = _Place.INSIDE
                 return True
             if not self._accept_text(self._first, token_id):
                 return False
-            self._place, self._text = _Place.TEXT, self._first
+            self._at.place, self._text = _Place.TEXT, self._first
             return True
-        if self._place is _Place.INSIDE:
+        if self._at.place is _Place.INSIDE:
             return self._think(token_id)
-        if self._place is _Place.BEHIND:
+        if self._at.place is _Place.BEHIND:
             if self._is_break(token_id):
-                self._breaks += 1
+                self._at.breaks += 1
                 return True
             if self._accept_text(self._text, token_id):
-                self._place = _Place.TEXT
+                self._at.place = _Place.TEXT
                 return True
             return False
         return self._accept_text(self._text, token_id)
@@ -76,37 +96,37 @@ class ThoughtMatcher:
         if self._is_spent:
             if token_id != self._due[0]:
                 return False
-            self._forced += 1
+            self._at.forced += 1
             if not self._due:
-                self._place = _Place.BEHIND
+                self._at.place = _Place.BEHIND
             return True
         if token_id in self._masks.stop_ids:
-            self._ended = self._may_end
-            return self._ended
-        self._count += 1
-        self._last = (*self._last, token_id)[-len(thought.closing) :]
-        if self._last == thought.closing:
-            self._place = _Place.BEHIND
+            self._at.ended = self._may_end
+            return self._at.ended
+        self._at.count += 1
+        self._at.last = (*self._at.last, token_id)[-len(thought.closing) :]
+        if self._at.last == thought.closing:
+            self._at.place = _Place.BEHIND
         return True
 
     def _accept_text(self, text: Matcher | None, token_id: int) -> bool:
         if text is not None:
             return text.accept(token_id)
         if token_id in self._masks.stop_ids:
-            self._ended = True
+            self._at.ended = True
         return True
 
     @property
     def _is_spent(self) -> bool:
         """The thought must end."""
         budget = self._thought.budget
-        return budget is not None and self._count >= budget
+        return budget is not None and self._at.count >= budget
 
     @property
     def _due(self) -> tuple[int, ...]:
         """What of the forced tokens is still to come."""
         closing = self._thought.forced or self._thought.closing
-        return closing[self._forced :]
+        return closing[self._at.forced :]
 
     @property
     def _may_end(self) -> bool:
@@ -114,13 +134,13 @@ class ThoughtMatcher:
 
     def _is_break(self, token_id: int) -> bool:
         later = self._masks.later_bytes
-        return self._breaks < 2 and token_id < len(later) and later[token_id] in BREAKS
+        return self._at.breaks < 2 and token_id < len(later) and later[token_id] in BREAKS
 
     def fill_mask(self, row: npt.NDArray[np.int32]) -> None:
         """Write the tokens that may come next; see :meth:`Matcher.fill_mask`."""
-        if self._ended:
+        if self._at.ended:
             row.fill(0)
-        elif self._place is _Place.INSIDE:
+        elif self._at.place is _Place.INSIDE:
             if self._is_spent:
                 row.fill(0)
                 _set(row, self._due[0])
@@ -128,13 +148,13 @@ class ThoughtMatcher:
             row.fill(-1)
             if not self._may_end:
                 row &= ~self._masks.stops
-        elif self._place is _Place.BEFORE:
+        elif self._at.place is _Place.BEFORE:
             _fill(self._first, row)
             assert self._thought.opening is not None
             _set(row, self._thought.opening)
         else:
             _fill(self._text, row)
-            if self._place is _Place.BEHIND and self._breaks < 2:
+            if self._at.place is _Place.BEHIND and self._at.breaks < 2:
                 row |= self._masks.breaks
 
     def along(self, drafts: Sequence[int]) -> Iterator[ThoughtMatcher]:
@@ -143,32 +163,29 @@ class ThoughtMatcher:
 
     def forced_tokens(self) -> tuple[int, ...]:
         """See :meth:`Matcher.forced_tokens`."""
-        if self._ended:
+        if self._at.ended:
             return ()
-        if self._place is _Place.INSIDE:
+        if self._at.place is _Place.INSIDE:
             return self._due if self._is_spent else ()
-        is_text = self._place is _Place.TEXT
+        is_text = self._at.place is _Place.TEXT
         return self._text.forced_tokens() if is_text and self._text is not None else ()
 
     @property
     def must_end(self) -> bool:
         """Nothing but an end may come."""
-        is_text = self._place in (_Place.BEHIND, _Place.TEXT)
-        return self._ended or (is_text and self._text is not None and self._text.must_end)
+        is_text = self._at.place in (_Place.BEHIND, _Place.TEXT)
+        return self._at.ended or (is_text and self._text is not None and self._text.must_end)
 
     @property
     def error(self) -> str | None:
         """Why no token may come though the text is not complete; None if one may, or it is."""
-        is_text = self._place in (_Place.BEHIND, _Place.TEXT)
+        is_text = self._at.place in (_Place.BEHIND, _Place.TEXT)
         return self._text.error if is_text and self._text is not None else None
 
     def copy(self) -> ThoughtMatcher:
         """Another one at the same place, for tokens that may be taken back."""
         text, first = (None if each is None else each.copy() for each in (self._text, self._first))
-        made = ThoughtMatcher(self._thought, text, first, self._masks)
-        made._place, made._ended, made._count = self._place, self._ended, self._count
-        made._last, made._forced, made._breaks = self._last, self._forced, self._breaks
-        return made
+        return ThoughtMatcher(self._thought, text, first, self._masks, replace(self._at))
 
 
 def _fill(matcher: Matcher | None, row: npt.NDArray[np.int32]) -> None:

@@ -103,7 +103,7 @@ class _ChatCompletion:
         self._prompt = prompt
         self._thinking = thinking
         self._thoughts: dict[int, ThoughtLength] = defaultdict(thinking.counter)
-        """Of each choice."""
+        """By choice."""
         self._top = body.log_probs
 
     async def whole(self) -> dict[str, Any]:
