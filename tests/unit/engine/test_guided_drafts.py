@@ -3,6 +3,8 @@ itself, beside rows that nothing guides."""
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import pytest
@@ -52,6 +54,65 @@ def test_grammars_alone_draft_and_open_windows_where_they_do(
         else:
             assert counts.accepted > 5 and counts.accepted > 0.6 * counts.drafted, counts
     assert steps[1] > steps[WINDOW] > 0 and sum(steps.values()) == steps[1] + steps[WINDOW]
+
+
+# --- many at once -------------------------------------------------------------------------------
+
+SCHEMA = {
+    "type": "object", "required": ["ab", "c"], "additionalProperties": False,
+    "properties": {
+        "ab": {"type": "integer", "maximum": 99},
+        "c": {"type": "array", "items": {"enum": [True, None, "abc", 12]}, "maxItems": 3},
+    },
+}  # fmt: skip
+
+
+def texts_at_once(depth: int, count: int, **drafts: Any) -> list[Any]:
+    """Texts of a schema by requests that differ in how many drafts their rows may have."""
+    outputs = {"json": SCHEMA, "disable_any_whitespace": True}
+    params = [
+        SamplingParams(
+            temperature=(0.0, 1.3)[number % 2], seed=number, num_tokens_to_generate=50,
+            structured_outputs=outputs,
+            num_speculative_tokens=(None, 0, 1, 2, 3)[number % 5] if drafts else None,
+        )
+        for number in range(count)
+    ]  # fmt: skip
+    sizes = {"max_requests": 16, "block_size_tokens": 4, "block_count": 300}
+    with hash_engine(depth, tokenizer=hash_tokenizer(), **sizes, **drafts) as engine:
+        requests = engine.generate([[number, 7] for number in range(count)], params)
+        assert (engine.counters.tokens_accepted > count / 2) == bool(drafts)
+    return [(r.generated_tokens, r.finish_reason, r.generated_text) for r in requests]
+
+
+@pytest.mark.parametrize("method", ("itself", "ngram", "grammar"))
+@pytest.mark.parametrize("depth", DEPTHS[1:])
+def test_of_many_texts_at_once_each_is_its_own_and_conforms(depth: int, method: str) -> None:
+    """Elsewhere rows got the masks of their neighbours where their windows differed."""
+    drafts: dict[str, Any] = {"num_speculative_tokens": 3, "speculative_method": method}
+    if method == "itself":
+        drafts = {"model": DraftingHashModel(3, 0.2)}
+    found = texts_at_once(depth, 32, **drafts)
+    assert found == texts_at_once(0, 32)
+    ended = [text for _, reason, text in found if reason is FinishReason.STOP]
+    assert len(ended) > 16
+    for text in ended:
+        value = json.loads(text)
+        assert set(value) == {"ab", "c"} and value["ab"] <= 99 and len(value["c"]) <= 3
+
+
+def test_drafts_that_count_as_right_at_a_rate_are_not_those_of_a_grammar() -> None:
+    """``bench`` accepts drafts that no mask was made along: guided rows have none there."""
+    params = SamplingParams(
+        num_tokens_to_generate=20, structured_outputs={"regex": "[a-f]{12}"}, ignore_eos=True
+    )
+    with hash_engine(
+        1, model=DraftingHashModel(3, 0.2), tokenizer=hash_tokenizer(), max_requests=2,
+        block_count=30, synthetic_acceptance=0.9,
+    ) as engine:  # fmt: skip
+        guided, other = engine.generate([[1, 2], [3, 4]], [params, SamplingParams(ignore_eos=True)])
+    assert re.fullmatch("[a-f]{12}", guided.generated_text or "")
+    assert guided.counters.drafted == 0 < other.counters.accepted
 
 
 # --- ends inside a window -----------------------------------------------------------------------
