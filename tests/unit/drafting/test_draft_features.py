@@ -17,6 +17,7 @@ import torch
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.recording import read_run
 from megatron_async.engine.replay import replay
+from megatron_async.grammar.calls import Calls
 from megatron_async.request.request import DynamicInferenceRequest
 from megatron_async.runner import step_program
 from megatron_async.sampling_params import SamplingParams
@@ -28,6 +29,11 @@ ARGUMENTS = {
     "type": "object", "required": ["unit", "days"], "additionalProperties": False,
     "properties": {"unit": {"enum": ["celsius", "fahrenheit"]}, "days": {"type": "integer"}},
 }  # fmt: skip
+CALL = {
+    "type": "object", "required": ["name", "arguments"], "additionalProperties": False,
+    "properties": {"name": {"const": "get_weather"}, "arguments": ARGUMENTS},
+}  # fmt: skip
+CALLS = Calls(schema=CALL, begin="<tool_call>", end="</tool_call>", between="\n").to_json()
 HEAD = "class Stack:\n    def push(self"
 NEW_TOKENS = 10
 
@@ -61,6 +67,14 @@ FEATURES: dict[str, dict[str, Any]] = {
     "forced keys": {
         "structured_outputs": {"json": ARGUMENTS, "disable_any_whitespace": True},
         "return_log_probs": True, "top_n_logprobs": 2, "num_tokens_to_generate": 30,
+    },
+    "recursive grammar": {
+        "structured_outputs": {"grammar": 'root ::= "(" root ")" | "[x, " root "]" | "yes"'},
+        "return_log_probs": True, "num_tokens_to_generate": 20,
+    },
+    "tool calls": {
+        "temperature": 0.3, "structured_outputs": {"regex": "yes|no", "calls": CALLS},
+        "num_tokens_to_generate": 50, "logit_bias": {ord("<"): 40.0},
     },
     "choice": {
         "temperature": 0.9, "structured_outputs": {"choice": ["class Stack", "class Queue:"]},
@@ -217,7 +231,7 @@ def test_features(depth: int, drafts: int, block: int, chunk: int, event: str, m
     for i, request in requests.items():
         assert shown(request) == wanted[i], names[i]
     assert counters.tokens_accepted == sum(counters.accepted_by_position) > 0
-    for name in ("forced keys", "choice"):
+    for name in ("forced keys", "choice", "tool calls"):
         request = requests.get(names.index(name))
         assert request is None or request.counters.accepted > 3 or drafts < 2, name
     assert event == "none" or counters.evictions > 0
