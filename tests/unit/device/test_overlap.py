@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from megatron_async.device.cpu import CpuDevice
+from megatron_async.engine.requests.guidance import Guidance
 from megatron_async.engine.stepping.loop import DecodeLoop
 from megatron_async.step.plan import Ticket
 from megatron_async.step.records import StepResult
 from tests.support.drafting_model import DraftingHashModel
 from tests.support.engines import hash_engine, sampling_params
+from tests.support.guided_rows import guide, marked
 from tests.support.hash_model import HashModel
+from tests.support.hash_tokenizer import hash_tokenizer
 from tests.support.oracle import Ask, decode_alone
 from tests.support.patience import PATIENCE_SECONDS
 
@@ -74,6 +77,34 @@ def test_host_commits_step_n_while_the_forward_of_step_n_plus_1_runs(
 
 class GatedDraftingModel(GatedModel, DraftingHashModel):
     """The same with drafts."""
+
+
+@pytest.mark.parametrize("depth", (0, 1, 2))
+def test_masks_along_drafts_are_made_while_the_forward_runs_over_them(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No forward ends before the masks of its window are there."""
+    model = GatedDraftingModel(free=0, num_speculative_tokens=3, error_rate=0.0, guide=guide)
+    ask = marked(Ask(prompt=(1, 1, 1), max_new=STEPS), 3)
+    prepared: dict[int, int] = {}
+    prepare = Guidance.prepare
+
+    def gated_prepare(self: Guidance, ticket: Ticket) -> dict[int, int]:
+        guessed = prepare(self, ticket)
+        if ticket.number not in prepared:
+            prepared[ticket.number] = ticket.plan.window
+            assert model.running.acquire(timeout=PATIENCE_SECONDS)
+            model.gate.release()
+        return guessed
+
+    monkeypatch.setattr(Guidance, "prepare", gated_prepare)
+    with hash_engine(
+        depth, model=model, tokenizer=hash_tokenizer(), max_requests=2, block_count=8
+    ) as engine:
+        (request,) = engine.generate([list(ask.prompt)], sampling_params(ask))
+    assert request.generated_tokens == decode_alone(ask)[0]
+    assert request.counters.accepted > STEPS / 2
+    assert list(prepared.values()).count(4) > 1
 
 
 @pytest.mark.parametrize("depth", (1, 2, 4))
