@@ -15,5 +15,8 @@ MOE_ROW = True
 LATENT = True
 """Multi-latent attention, in decode steps and in prefill."""
 
+GUESSES = False
+"""The kernel that makes guesses of the host the drafts of rows."""
+
 REASON = "on trial: it has not run on a GPU yet"
 """Why a block of a model does not run in one of them."""

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 
 from megatron_async.device.protocol import Device, Ints
+from megatron_async.kernels import trial
 from megatron_async.runner.memory.slot_state import SlotState
+from megatron_async.runner.sampler import has_triton
 from megatron_async.step.plan import Guess, Plan, RowMap
 
 NO_TICKET = -1
@@ -114,9 +116,12 @@ class GuidedDrafts:
 
     def _follow(self, words: torch.Tensor) -> None:
         state, on = self._slots, self._slots.drafts.device
+        follow = follow_guesses
         if on.type == "cuda":
             words = words.pin_memory().to(on, non_blocking=True)
-        follow_guesses(state.drafts, state.last_token, state.kv_length, words)
+            if trial.GUESSES and has_triton():
+                from megatron_async.kernels.drafting.guesses import follow_guesses_gpu as follow
+        follow(state.drafts, state.last_token, state.kv_length, words)
 
     def restart(self) -> None:
         """Begin again with ticket 0; nothing is on its way."""

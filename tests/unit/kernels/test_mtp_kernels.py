@@ -1,4 +1,5 @@
-"""Kernels of drafts by MTP layers against their references in torch."""
+"""Kernels of drafts, by MTP layers and of what the host has guessed, against their references in
+torch."""
 
 from __future__ import annotations
 
@@ -11,13 +12,16 @@ import torch
 from megatron_async.drafting.mtp import MtpDrafter
 from megatron_async.drafting.mtp_rows import DraftShape, draft_rows
 from megatron_async.runner.drafter import SampledRows
+from megatron_async.runner.guided_drafts import follow_guesses, packed
 from megatron_async.runner.memory.slot_state import SlotState
+from megatron_async.step.plan import Guess
 from tests.support.batches import new_batch
 from tests.support.interpreter import HAS_TRITON, on_devices
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not built for this platform")
 
 if HAS_TRITON:
+    from megatron_async.kernels.drafting.guesses import follow_guesses_gpu
     from megatron_async.kernels.drafting.mtp_input import (
         DraftInput,
         NormParameters,
@@ -292,3 +296,28 @@ def test_drafts_of_the_kernels_are_those_of_torch(device: str) -> None:
     assert drafts.unique().numel() > 5
     for other in others:
         assert drafts.equal(other[0]) and tails.equal(other[1])
+
+
+@on_devices
+@pytest.mark.parametrize("count", (1, 3, 4))
+def test_guesses_that_are_followed_are_those_of_the_reference(device: str, count: int) -> None:
+    torch.manual_seed(count)
+    followed = 0
+    for guessed in (1, 5, SLOTS):
+        drafts = integers(0, 99, SLOTS + 1, count, device=device)
+        last_token = integers(0, 2, SLOTS + 1, device=device)
+        kv_length = integers(20, 24, SLOTS + 1, device=device)
+        guesses = [
+            Guess(slot, int(torch.randint(19, 23, ())), tuple(
+                tuple(torch.randint(0, 2, (length,)).tolist())
+                for length in torch.randint(0, count + 3, (3,)).tolist()
+            ))
+            for slot in torch.randperm(SLOTS)[:guessed].tolist()
+        ]  # fmt: skip
+        words = torch.from_numpy(packed(guesses, 1 + count)).to(device)
+        got, wanted = drafts.clone(), drafts.clone()
+        follow_guesses_gpu(got, last_token, kv_length, words)
+        follow_guesses(wanted, last_token, kv_length, words)
+        assert torch.equal(got, wanted)
+        followed += int((wanted != drafts).any(1).sum())
+    assert followed
