@@ -11,6 +11,7 @@ from collections import defaultdict
 
 from megatron_async.cli.options import megatron_flags
 from megatron_async.megatron_api import HOMES, main_tables, tables
+from megatron_async.megatron_api.coordinator.tables import CLIENT, COORDINATOR
 from megatron_async.megatron_api.names import ANY, Entry, Table, releases, works
 
 INTRO = """\
@@ -64,6 +65,16 @@ CLASSES = (
     }
 )
 
+OF_COORDINATOR = (
+    "`await engine.start_listening_to_data_parallel_coordinator()` returns the address for clients."
+    " Who reaches it may use the engine: there are no keys."
+)
+OF_CLIENT = (
+    "Ours. megatron-core's own clients are answered too, as the installed release and its main "
+    "branch talk; 0.16.1's is run by a test. `DataParallelInferenceCoordinator` is nobody's to "
+    "build."
+)
+
 SECTIONS: tuple[tuple[str, str, Table], ...] = (
     ("Classes", "To be imported from `megatron_async.megatron_api`.", CLASSES),
     (
@@ -95,6 +106,8 @@ SECTIONS: tuple[tuple[str, str, Table], ...] = (
     ),
     ("Further attributes of the context", "", main_tables.MAIN_CONTEXT_ATTRIBUTES),
     ("Further attributes of the engine", "", main_tables.MAIN_ENGINE_ATTRIBUTES),
+    ("start_listening_to_data_parallel_coordinator", OF_COORDINATOR, COORDINATOR),
+    ("InferenceClient", OF_CLIENT, CLIENT),
     ("MegatronLLM and MegatronAsyncLLM", "", main_tables.LLM),
 )
 TITLED = {
@@ -113,6 +126,8 @@ TITLED = {
     "DynamicInferenceRequest and its record": "REQUEST",
     "InferenceConfig": "INFERENCE_CONFIG",
     "MegatronLLM and MegatronAsyncLLM": "LLM",
+    "start_listening_to_data_parallel_coordinator": "COORDINATOR",
+    "InferenceClient": "CLIENT",
 }
 """By its title, what ``since`` calls the table."""
 

@@ -5,8 +5,13 @@ from megatron_async.errors import RequestError as _RequestError
 from megatron_async.errors import RequestTooLongError as _RequestTooLongError
 from megatron_async.megatron_api.context import BlockAllocator as BlockAllocator
 from megatron_async.megatron_api.context import DynamicInferenceContext as DynamicInferenceContext
+from megatron_async.megatron_api.coordinator.client import InferenceClient as InferenceClient
+from megatron_async.megatron_api.coordinator.epochs import (
+    FinishedRequestRecord as FinishedRequestRecord,
+)
+from megatron_async.megatron_api.coordinator.headers import Headers as Headers
+from megatron_async.megatron_api.coordinator.states import EngineState as EngineState
 from megatron_async.megatron_api.engine import DynamicInferenceEngine as DynamicInferenceEngine
-from megatron_async.megatron_api.engine import EngineState as EngineState
 from megatron_async.megatron_api.inference_config import AsyncScheduleMode as AsyncScheduleMode
 from megatron_async.megatron_api.inference_config import (
     CudaGraphSizingDistribution as CudaGraphSizingDistribution,

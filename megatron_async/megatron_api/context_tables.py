@@ -9,7 +9,9 @@ NO_GROUPS = "one process holds the model, so process groups are not asked"
 LATENTS = "elements of a latent and of the rotated key behind it, with cache_mla_latent"
 STATE_POOL = "recurrent state has a pool of its own, which the engine sizes"
 INNER = "part of megatron-core's own step; the engine has another one"
-NO_ZMQ = "there is no coordinator process; use MegatronLLM, or `megatron-async serve`"
+NO_ZMQ = (
+    "the coordinator is a thread of one engine's: see start_listening_to_data_parallel_coordinator"
+)
 STEPS_OF_ITS_OWN = "a thread of the engine's own runs no coroutines; use the methods"
 STATIC = "static batching; the engine batches continuously"
 ATTENTION = "rotary embeddings are computed with the append to the cache"

@@ -7,9 +7,8 @@ import contextlib
 import dataclasses
 import warnings
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from enum import Enum, auto
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from megatron_async.config.engine_config import EngineConfig, check_config
 from megatron_async.device import open_device
@@ -18,6 +17,8 @@ from megatron_async.engine.api_style import ApiStyle
 from megatron_async.engine.requests.output_processor import TokenOutput
 from megatron_async.engine.requests.request_queue import Prompt
 from megatron_async.megatron_api.context import DynamicInferenceContext, LoadedContext, Usage
+from megatron_async.megatron_api.coordinator.service import EngineService
+from megatron_async.megatron_api.coordinator.states import EngineState
 from megatron_async.megatron_api.engine_config import (
     changes_of,
     chunk_of,
@@ -26,7 +27,12 @@ from megatron_async.megatron_api.engine_config import (
 )
 from megatron_async.megatron_api.inference_config import engine_settings
 from megatron_async.megatron_api.main_tables import MAIN_ENGINE_ATTRIBUTES
-from megatron_async.megatron_api.metrics import CaptureStats, MetricsLog, PrefilledTokens
+from megatron_async.megatron_api.metrics import (
+    CaptureStats,
+    DecodeOnly,
+    MetricsLog,
+    PrefilledTokens,
+)
 from megatron_async.megatron_api.model import TextGenerationController, outside_inference_mode
 from megatron_async.megatron_api.names import no_attribute
 from megatron_async.megatron_api.sampling import own_params, own_params_of_all
@@ -42,20 +48,6 @@ if TYPE_CHECKING:
     from megatron_async.weights.source import WeightSource
 
 MEGATRON_STYLE = ApiStyle(fails_long_requests=True, raises_suspended=True, top_by_text=True)
-
-
-class EngineState(Enum):
-    """Whether an engine runs."""
-
-    RUNNING = auto()
-    SUSPENDED = auto()
-
-
-class DecodeOnly(NamedTuple):
-    """Whether a step had no prefill: the last one that was launched, and that was committed."""
-
-    launched: bool
-    consumed: bool
 
 
 class DynamicInferenceEngine(engine.DynamicInferenceEngine):
@@ -137,6 +129,14 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
         self.unified_memory_level = 0
         self.persist_cuda_graphs = True
         self.rank = 0
+        self.local_metadata_ledger_enabled = False
+        self.local_metadata_ledger: dict[str, Any] = {}
+        self._service = EngineService(self)
+        self._state_events = self._service.states.events  # Megatron's trainers look at it
+        self.running = self._state_events[EngineState.RUNNING]
+        self.paused = self._state_events[EngineState.PAUSED]
+        self.stopped = self._state_events[EngineState.STOPPED]
+        self.engine_loop_task: asyncio.Future[None] | None = None
         self._stopped: list[Callable[[], object]] = []
         self._capture = CaptureStats(progress)
         self._prefilled = PrefilledTokens()
@@ -256,6 +256,48 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
             with contextlib.suppress(RuntimeError):  # its loop is closed
                 self._stopped.pop()()
 
+    # --- clients of a coordinator ---------------------------------------------------------------
+
+    async def start_listening_to_data_parallel_coordinator(
+        self,
+        inference_coordinator_port: int | None = None,
+        launch_inference_coordinator: bool = True,
+        *,
+        hostname: str | None = None,
+        coordinator_schedule_output_path: str | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> str:
+        """Step in a thread of the engine's own, and answer :class:`InferenceClient`.
+
+        Args:
+            inference_coordinator_port: None takes a free one, and so does one that is in use.
+            hostname: name or address to listen at; None is this host alone. There are no keys.
+            loop: not read.
+
+        Returns:
+            The address for clients.
+
+        Raises:
+            ConfigError: it listens already, or an argument cannot be served.
+        """
+        given = {
+            "launch_inference_coordinator": launch_inference_coordinator,
+            "coordinator_schedule_output_path": coordinator_schedule_output_path,
+        }
+        address = self._service.listen(hostname, inference_coordinator_port, given)
+        self.engine_loop_task = asyncio.ensure_future(self.stopped.wait())
+        return address
+
+    async def wait_until(self, state: EngineState) -> None:
+        """Wait until clients have brought the engine to ``state``: RUNNING, PAUSED, SUSPENDED,
+        RESUMED or STOPPED; raises :class:`RequestError` for another one."""
+        await self._service.states.wait_until(state)
+
+    @property
+    def use_coordinator(self) -> bool:
+        """Clients of a coordinator are answered."""
+        return self._service.listens
+
     # --- whole engine -------------------------------------------------------------------------
 
     def suspend(self) -> None:
@@ -269,12 +311,23 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
         requests are computed again."""
         if not self.suspended:
             return
+        if self.settings.recomputes:
+            self.forget_computed()
+        self.go_on()
+
+    def go_on(self) -> None:
+        """:meth:`resume` over the keys and values that are there."""
+        with outside_inference_mode():
+            super().resume()
+
+    def forget_computed(self) -> None:
+        """Forget all cached prefixes; with ``kv_cache_management_mode="recompute"`` the running
+        requests are computed again too."""
         with outside_inference_mode():
             if self.settings.recomputes:
                 for request_id in list(self.outputs.keys):
                     self.evict_request(request_id)
-                self.reset_prefix_cache()
-            super().resume()
+            self.reset_prefix_cache()
 
     def reset(self) -> None:
         """Abort every request, and start the counters anew."""
@@ -297,8 +350,8 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
 
     @property
     def state(self) -> EngineState:
-        """Whether the engine runs."""
-        return EngineState.SUSPENDED if self.suspended else EngineState.RUNNING
+        """Where the engine stands."""
+        return self._service.state
 
     @property
     def step_count(self) -> int:
@@ -338,6 +391,11 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
             step_tokens=self._prefilled.step_tokens,
             caches_prefixes=self.limits.enable_prefix_caching,
         )
+
+    def close(self) -> None:
+        """See the class that this one is derived from; clients' requests fail."""
+        super().close()
+        self._service.close()
 
     async def shutdown(self) -> None:
         """Close the engine."""

@@ -32,6 +32,8 @@ _SHARED = (
 )
 _NO_COORDINATOR = "one engine serves all requests, so none are routed"
 
+_OF_THE_ENGINE = "llm.engine.start_listening_to_data_parallel_coordinator() takes it"
+
 INFERENCE_CONFIG: Table = {
     **{name: CONTEXT[name] for name in _SHARED},
     "block_size_tokens": works("tokens of a block; the default is theirs, 256"),
@@ -83,8 +85,13 @@ MAIN_CONTEXT_ATTRIBUTES: Table = {
 
 MAIN_ENGINE_ATTRIBUTES: Table = {
     "decode_only": works("launched and consumed: of the last step that was launched"),
-    "state": works("an EngineState: RUNNING or SUSPENDED"),
-    "wait_until": refused(NO_ZMQ),
+    "state": works("an EngineState: RUNNING, PAUSED, SUSPENDED or STOPPED"),
+    "wait_until": works("RUNNING, PAUSED, SUSPENDED, RESUMED or STOPPED, as clients say"),
+    "local_metadata_ledger": works(
+        "policy_epoch, kv_cache_epoch and num_evictions of clients' requests that have ended, by "
+        "uid"
+    ),
+    "local_metadata_ledger_enabled": works("False"),
 }
 """Attributes of ``DynamicInferenceEngine`` that scripts of the main branch read."""
 
@@ -93,8 +100,8 @@ LLM: Table = {
     "tokenizer": works(""),
     "inference_config": works(""),
     "use_coordinator": works("True: a thread of the engine's own steps it; False: the caller does"),
-    "coordinator_host": accepted(NO_ZMQ, None),
-    "coordinator_port": accepted(NO_ZMQ, None),
+    "coordinator_host": accepted(_OF_THE_ENGINE, None),
+    "coordinator_port": accepted(_OF_THE_ENGINE, None),
     "inference_wrapper_cls": works("a class that is called with (model, context)"),
     "generate": works("MegatronAsyncLLM returns one record for one prompt, as theirs"),
     "multi_modal_data": accepted("models take text alone", None),
@@ -124,9 +131,7 @@ NOT_HERE: Table = {
         ("StaticInferenceEngine", "MCoreEngine", "StaticInferenceContext", "Scheduler"),
         refused(STATIC),
     ),
-    **dict.fromkeys(
-        ("InferenceClient", "DataParallelInferenceCoordinator", "Headers"), refused(NO_ZMQ)
-    ),
+    "DataParallelInferenceCoordinator": refused(NO_ZMQ),
     "ServeConfig": refused(
         "the server has options: `megatron-async serve --model PATH --host --port "
         "--api-server-count`, and those that `megatron-async serve --help` lists"

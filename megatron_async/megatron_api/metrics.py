@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from megatron_async.megatron_api.context import DynamicInferenceContext
 
 logger = logging.getLogger(__name__)
+
+
+class DecodeOnly(NamedTuple):
+    """Whether a step had no prefill: the last one that was launched, and that was committed."""
+
+    launched: bool
+    consumed: bool
 
 
 class MetricsLog:

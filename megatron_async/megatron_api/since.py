@@ -26,6 +26,16 @@ SINCE: dict[str, dict[str, str]] = {
         "0.18": "MegatronAsyncLLM MegatronLLM ServeConfig",
         "0.19": "AsyncScheduleMode CudaGraphSizingDistribution",
     },
+    "CLIENT": {
+        "0.16": """
+            add_request completion_futures context inference_coordinator_address listener_task
+            next_request_id pause_engines request_submission_times resume_engines socket start
+            stop stop_engines suspend_engines unpause_engines
+        """,
+        "0.16-0.16": "paused running stopped",
+        "0.17": "deserialize set_generation_epoch shutdown_coordinator",
+        "0.19": "start_cuda_profiler stop_cuda_profiler",
+    },
     "CONTEXT": {
         "0.16-0.16": """
             block_size_tokens buffer_size_gb cache_mla_latent cuda_graph_max_tokens
@@ -191,6 +201,10 @@ SINCE: dict[str, dict[str, str]] = {
             async_sched_mode cuda_graph_max_tokens cuda_graph_sizing_distribution logprobs_mode
             offset_sampling_seed_by_dp_rank
         """,
+    },
+    "COORDINATOR": {
+        "0.16": "inference_coordinator_port launch_inference_coordinator loop",
+        "0.17": "coordinator_schedule_output_path hostname",
     },
     "LLM": {
         "0.18": """

@@ -175,6 +175,15 @@ ENGINE_ATTRIBUTES: Table = {
     "num_speculative_tokens": works("drafts a step of each request"),
     "shutdown": works("a coroutine function: closes the engine"),
     "unified_memory_level": works("0"),
+    "start_listening_to_data_parallel_coordinator": works(
+        "a thread of this engine's answers InferenceClient, ours and megatron-core's own of 0.16 "
+        "to main; this host alone, unless hostname says another address"
+    ),
+    "use_coordinator": works("whether it listens"),
+    "engine_loop_task": works("done when a client stops the engine; None before it listens"),
+    "running": works("set while clients let the engine run"),
+    "paused": works("set while clients have paused the engine"),
+    "stopped": works("set when a client has stopped the engine"),
     "requests": accepted("another object than theirs; use get_request, or add_request's futures"),
     "finished_request_count": refused("count finished_request_records, or see counters"),
     "waiting_request_ids": refused("use get_request: a request's status says where it stands"),
@@ -209,7 +218,6 @@ ENGINE_ATTRIBUTES: Table = {
     ),
     **dict.fromkeys(
         (
-            "engine_loop_task",
             "ep_rank",
             "ep_world_size",
             "expert_parallel_zmq_communicator",
@@ -220,17 +228,12 @@ ENGINE_ATTRIBUTES: Table = {
             "model_parallel_num_msgs_subscriber_socket",
             "model_parallel_publisher_socket",
             "model_parallel_subscriber_socket",
-            "paused",
             "received_pause",
             "received_stop",
             "run_engine_with_coordinator",
-            "running",
             "schedule_requests",
             "socket_for_receiving_requests",
-            "start_listening_to_data_parallel_coordinator",
-            "stopped",
             "suspend_signal",
-            "use_coordinator",
             "zmq_context",
             "zmq_sockets",
             "get_prefix_coordination_metrics",
@@ -305,6 +308,8 @@ REQUEST: Table = {
     "prompt_tokens": works("a list with tolist(), numel(), shape and size()"),
     "prompt_length": works(""),
     "ttft": works("seconds from arrival to the first token"),
+    "policy_epoch": works("of a client's request: positions from which an epoch's weights sampled"),
+    "kv_cache_epoch": works("the same of its keys and values; one epoch after they came anew"),
     "num_cached_tokens": works("prompt tokens found in the prefix cache"),
     **dict.fromkeys(
         (
@@ -331,8 +336,6 @@ REQUEST: Table = {
             "block_size_tokens",
             "cg_wait_iters",
             "enable_prefix_caching",
-            "kv_cache_epoch",
-            "policy_epoch",
             "precomputed_block_hashes",
             "routing_indices",
         ),

@@ -73,7 +73,8 @@ class DynamicInferenceRequest:
     from which step on changed sampling parameters hold. ``stop_reason`` is the stop word that ended
     the request, or the token id, unless it is the model's own end token; ``seed`` is what its
     randomness came from. ``choices`` has all sequences of a request with ``n`` or ``best_of``,
-    itself first.
+    itself first. ``policy_epoch`` and ``kv_cache_epoch`` are megatron-core's: (position, generation
+    epoch) from which on tokens, keys and values are of an epoch that a trainer has set.
 
     Log-probabilities are None unless asked for. ``generated_log_probs`` has one for each generated
     token, ``prompt_log_probs`` one for each prompt token but the first, and ``prompt_token_ranks``
@@ -108,6 +109,8 @@ class DynamicInferenceRequest:
     tpot: list[float] = field(default_factory=list)
     events: list[DynamicInferenceEvent] = field(default_factory=list)
     counters: RequestCounters = field(default_factory=RequestCounters)
+    policy_epoch: list[tuple[int, int]] | None = None
+    kv_cache_epoch: list[tuple[int, int]] | None = None
 
     @property
     def generated_length(self) -> int:

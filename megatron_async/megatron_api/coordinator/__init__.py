@@ -1,0 +1,1 @@
+"""Megatron's inference coordinator and its client over one engine: messages of msgpack over ZMQ."""
