@@ -48,6 +48,7 @@ def config_of(
         track_paused_request_events=settings.track_paused_request_events,
         inference_logging_step_interval=settings.inference_logging_step_interval,
         num_speculative_tokens=settings.num_speculative_tokens,
+        recurrent_state_dtype=settings.recurrent_state_dtype,
         random_seed=0 if seed is None else seed,
     )
 

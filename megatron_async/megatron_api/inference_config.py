@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from megatron_async.config.engine_config import RECURRENT_STATE_DTYPES
 from megatron_async.errors import ConfigError, shown
 from megatron_async.megatron_api.main_tables import INFERENCE_CONFIG
 from megatron_async.megatron_api.names import check_keywords
@@ -53,6 +54,16 @@ class CudaGraphSizingDistribution(str, Enum):
     EXPONENTIAL = "exponential"
     LINEAR = "linear"
 
+
+_WISHES: dict[str, tuple[Any, ...]] = {
+    "use_flashinfer_fused_rope": (None, False),
+    "sampling_backend": (None, "torch"),
+    "use_synchronous_zmq_collectives": (None, False),
+    "mamba_memory_ratio": (None,),
+    "prefix_caching_mamba_gb": (None,),
+    "track_generated_token_events": (None, False),
+}
+"""Fields without effect that a warning names, with the values that ask for nothing."""
 
 _CHOICES: dict[str, type[Enum]] = {
     "async_sched_mode": AsyncScheduleMode,
@@ -112,7 +123,17 @@ class InferenceConfig:
     verbose: dataclasses.InitVar[bool] = False
 
     def __post_init__(self, verbose: bool) -> None:
-        _settings(self)
+        _warn_of_wishes(_settings(self))
+
+
+def _warn_of_wishes(values: Mapping[str, Any]) -> None:
+    """Name the fields that ask for something and have no effect."""
+    for name, neutral in _WISHES.items():
+        value = values.get(name)
+        if value not in neutral:
+            said = value.value if isinstance(value, Enum) else value
+            note = INFERENCE_CONFIG[name].note.partition(";")[0]
+            logger.warning("%s=%s has no effect: %s", name, shown(said), note)
 
 
 def _settings(config: Any) -> dict[str, Any]:
@@ -125,9 +146,6 @@ def _settings(config: Any) -> dict[str, Any]:
         raise ConfigError(f"inference_config is a {type(config).__name__}; give an InferenceConfig")
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     check_keywords("InferenceConfig", INFERENCE_CONFIG, values)
-    if values.get("use_flashinfer_fused_rope"):
-        note = INFERENCE_CONFIG["use_flashinfer_fused_rope"].note
-        logger.warning("use_flashinfer_fused_rope=True has no effect: %s", note)
     for name, choices in _CHOICES.items():
         values[name] = _choice(name, values.get(name, next(iter(choices))), choices)
     mode = values.get("logprobs_mode", "raw_logprobs")
@@ -171,6 +189,8 @@ def attention_layers(kinds: Iterable[str]) -> int:
 def context_keywords(model_config: Any, config: Any) -> dict[str, Any]:
     """The keywords of a context for a model with this ``TransformerConfig``."""
     values = _settings(config)
+    if not isinstance(config, InferenceConfig):  # ours has said it
+        _warn_of_wishes(values)
     keywords = {name: values[name] for name in _OF_CONTEXT}
     heads = getattr(model_config, "num_query_groups", None) or model_config.num_attention_heads
     predicting = getattr(model_config, "mtp_num_layers", None) or 0
@@ -202,8 +222,21 @@ class EngineSettings:
     enable_chunked_prefill: bool = True
     num_speculative_tokens: int = 0
     log_probs_mode: str | None = None
+    recurrent_state_dtype: str | None = None
     recomputes: bool = False
     """Running requests are computed again after the engine was suspended."""
+
+
+def _state_dtype(states: Any) -> str | None:
+    """That of recurrent layers' sums, where a ``MambaInferenceStateConfig`` says one."""
+    dtype = getattr(states, "ssm_states_dtype", None)
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if name not in RECURRENT_STATE_DTYPES:
+        names = " or ".join(RECURRENT_STATE_DTYPES)
+        raise ConfigError(f"ssm_states_dtype={name} is not supported: use {names}")
+    return name
 
 
 def engine_settings(config: Any) -> EngineSettings:
@@ -219,5 +252,6 @@ def engine_settings(config: Any) -> EngineSettings:
         enable_chunked_prefill=bool(values["enable_chunked_prefill"]),
         num_speculative_tokens=values["num_speculative_tokens"],
         log_probs_mode=LOG_PROBS_MODES[values["logprobs_mode"]],
+        recurrent_state_dtype=_state_dtype(values.get("mamba_inference_state_config")),
         recomputes=values["kv_cache_management_mode"] == KVCacheManagementMode.RECOMPUTE.value,
     )

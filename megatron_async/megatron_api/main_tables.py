@@ -16,7 +16,6 @@ _SHARED = (
     "buffer_size_gb",
     "cuda_graph_max_tokens",
     "cuda_graph_mixed_prefill_count",
-    "mamba_inference_state_config",
     "materialize_only_last_token_logits",
     "max_requests",
     "max_sequence_length",
@@ -28,7 +27,6 @@ _SHARED = (
     "request_metadata_types",
     "unified_memory_level",
     "use_cuda_graphs_for_non_decode_steps",
-    "use_flashinfer_fused_rope",
 )
 _NO_COORDINATOR = "one engine serves all requests, so none are routed"
 
@@ -37,10 +35,17 @@ _OF_THE_ENGINE = "llm.engine.start_listening_to_data_parallel_coordinator() take
 INFERENCE_CONFIG: Table = {
     **{name: CONTEXT[name] for name in _SHARED},
     "block_size_tokens": works("tokens of a block; the default is theirs, 256"),
-    "mamba_memory_ratio": accepted(STATE_POOL, None),
+    "mamba_memory_ratio": accepted(f"{STATE_POOL}; a warning names it"),
+    "mamba_inference_state_config": works(
+        "says which layers attend, and ssm_states_dtype; recurrent state has a pool of its own, "
+        "which the engine sizes"
+    ),
+    "use_flashinfer_fused_rope": accepted(
+        f"{CONTEXT['use_flashinfer_fused_rope'].note}; a warning names it"
+    ),
     "kv_cache_management_mode": works(
         '"recompute" computes running requests again after resume(); "persist" and "offload" keep '
-        "the KV cache on its device"
+        "what they have. Memory stays with each: engine.sleep() gives it back"
     ),
     "cuda_graph_sizing_distribution": accepted("graphs are captured for all row buckets"),
     "cuda_graph_all_prefills": accepted("steps of up to 4,096 prefill tokens are captured"),
@@ -54,18 +59,24 @@ INFERENCE_CONFIG: Table = {
     ),
     "prefix_caching_coordinator_policy": accepted(_NO_COORDINATOR),
     "prefix_caching_routing_alpha": accepted(_NO_COORDINATOR),
-    "prefix_caching_mamba_gb": accepted(STATE_POOL, None),
+    "prefix_caching_mamba_gb": accepted(f"{STATE_POOL}; a warning names it"),
     "track_paused_request_events": works(""),
-    "track_generated_token_events": accepted("a request's tpot has the time of each token"),
+    "track_generated_token_events": accepted(
+        "a request's tpot has the time of each token; a warning names it"
+    ),
     "logging_step_interval": works("steps between two lines of the log"),
-    "sampling_backend": accepted("tokens are sampled by kernels of this package"),
+    "sampling_backend": accepted(
+        "tokens are sampled by kernels of this package; a warning names another than torch"
+    ),
     "offset_sampling_seed_by_dp_rank": accepted("one process holds the model"),
     "async_sched_mode": works(
         '"async" is depth 1, "legacy" depth 0; the tokens are the same. "async" is the default of '
         'ours, and of MegatronLLM without one, as in main; 0.19 has "legacy"'
     ),
     "logprobs_mode": works("of requests that do not say log_probs_mode themselves"),
-    "use_synchronous_zmq_collectives": accepted(NO_ZMQ),
+    "use_synchronous_zmq_collectives": accepted(
+        "engines do not wait for each other; a warning names it"
+    ),
     "disable_ep_consensus": accepted("one process holds the model"),
     "ep_consensus_interval": accepted("one process holds the model"),
     "verbose": accepted("the log says what was built"),

@@ -158,7 +158,7 @@ class Coordinator:
         elif header in _SIGNALS:
             self._signal(client, dialect, header, fields)
         elif header is not Headers.CONNECT:
-            logger.warning("%s is left out: %s", header.name, _NO_HANDOFF)
+            logger.warning("%s is left out: one engine has no use for it", header.name)
 
     def _send(self, client: bytes, header: Headers, *fields: Any) -> None:
         number = self._clients[client].numbers[header]
@@ -225,7 +225,12 @@ class Coordinator:
     def _answer(self, live: _Live, request: DynamicInferenceRequest) -> None:
         if live.client not in self._clients:
             return
-        reply = reply_of(request, live.params, live.dialect, live.uid, self._engine.tokenizer)
+        tokenizer = self._engine.tokenizer
+        try:
+            reply = reply_of(request, live.params, live.dialect, live.uid, tokenizer)
+        except Exception as error:  # of the tokenizer: the client must not wait for ever
+            failed = failed_request(live.number, None, error)
+            reply = reply_of(failed, live.params, live.dialect, live.uid, None)
         self._send(live.client, Headers.ENGINE_REPLY, live.number, reply)
 
     def _send_tokens(self, key: tuple[bytes, int], partial: dict[str, Any]) -> None:

@@ -76,7 +76,7 @@ def failed_request(number: int, prompt: object, error: BaseException) -> Dynamic
     request = DynamicInferenceRequest(request_id=number)
     if isinstance(prompt, str):
         request.prompt = prompt
-    elif isinstance(prompt, list):
+    elif isinstance(prompt, list) and all(type(token) is int for token in prompt):
         request.prompt_tokens = TokenIds(prompt)
     request.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
     request.add_event(DynamicInferenceEventType.FAIL)
@@ -111,7 +111,7 @@ def _as_theirs(
 ) -> dict[str, Any]:
     """The fields that all releases have."""
     prompt, tokens = request.prompt, list(request.prompt_tokens)
-    if prompt is None and tokenizer is not None and tokens:
+    if prompt is None and tokenizer is not None and tokens and not request.failed():
         prompt = tokenizer.detokenize(tokens)
     return {
         "request_id": request.request_id,

@@ -16,8 +16,8 @@ import msgspec
 
 from megatron_async.errors import ConfigError
 
-LINGER_MS = 1000
-"""How long the last messages may take when a socket is closed."""
+LINGER_MS = {"ROUTER": 1000, "DEALER": 100}
+"""How long the last messages may take when a socket is closed: answers, and that a client leaves."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class SocketThread:
         self._on_frames = on_frames
         self._context = self._zmq.Context()
         self._socket = self._context.socket(getattr(self._zmq, kind))
-        self._socket.setsockopt(self._zmq.LINGER, LINGER_MS)
+        self._socket.setsockopt(self._zmq.LINGER, LINGER_MS[kind])
         for option in (self._zmq.SNDHWM, self._zmq.RCVHWM):  # nothing is dropped
             self._socket.setsockopt(option, 0)
         try:
