@@ -225,8 +225,11 @@ class InferenceClient:
         """Leave: what has not been answered is aborted, and its futures are cancelled."""
         if self._thread is None:
             return
-        for number in list(self._waiting):
-            self.abort_request(number)
+        for waiting in self._waiting.values():
+            waiting.future.cancel()
+            if waiting.parts is not None:
+                waiting.parts.put_nowait(None)
+        self._waiting.clear()
         for outcome in self._outcomes.values():
             outcome.cancel()
         self._outcomes.clear()

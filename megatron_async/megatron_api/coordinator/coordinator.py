@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from megatron_async.errors import ConfigError, RequestError
+from megatron_async.errors import ConfigError, EngineStoppedError, RequestError
 from megatron_async.megatron_api.coordinator.epochs import Epochs, FinishedRequestRecord
 from megatron_async.megatron_api.coordinator.headers import Dialect, Headers, dialect_of
 from megatron_async.megatron_api.coordinator.replies import (
@@ -123,7 +123,6 @@ class Coordinator:
     def close(self) -> None:
         """Answer what has ended, and no more."""
         self._thread.close()
-        self._states.is_coordinated = False
 
     # --- messages -----------------------------------------------------------------------------
 
@@ -268,6 +267,8 @@ class Coordinator:
                 _OTHER_SIGNALS[signal](self, *fields[:1])
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
+            if isinstance(error, EngineStoppedError):
+                self._states.end(error)
             logger.warning("%s was left out: %s", signal.name, said)
         if dialect.is_ours:
             self._send(client, Headers.OUTCOME, fields[-1], said)

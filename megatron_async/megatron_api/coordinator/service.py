@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from megatron_async.errors import ConfigError
+from megatron_async.errors import ConfigError, EngineStoppedError
 from megatron_async.megatron_api.coordinator.states import EngineState, EngineStates
 from megatron_async.megatron_api.coordinator.tables import COORDINATOR
 from megatron_async.megatron_api.names import check_keywords
@@ -40,10 +40,10 @@ class EngineService:
 
     @property
     def state(self) -> EngineState:
-        """As clients have said, where there are any; else whether the engine is suspended."""
-        if self.states.is_coordinated or not self._engine.suspended:
-            return self.states.state
-        return EngineState.SUSPENDED
+        """As clients have said; an engine that its caller has suspended is so too."""
+        if self.states.state is EngineState.RUNNING and self._engine.suspended:
+            return EngineState.SUSPENDED
+        return self.states.state
 
     def listen(self, host: str | None, port: int | None, given: dict[str, Any]) -> str:
         """Let the engine's thread step it, and answer clients at the address that is returned.
@@ -70,9 +70,10 @@ class EngineService:
         return self._coordinator.address
 
     def close(self) -> None:
-        """Answer what has ended, and no more."""
+        """The engine is closed: answer what has ended, and no more."""
         if self._coordinator is not None:
             self._coordinator.close()
+            self.states.end(EngineStoppedError("the engine is closed; build a new one"))
 
     # --- what a coordinator asks --------------------------------------------------------------
 

@@ -72,6 +72,7 @@ class StateEvent:
     def __init__(self, *, is_set: bool = False) -> None:
         self._is_set = is_set
         self._lock = threading.Lock()
+        self._error: Exception | None = None
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
     def is_set(self) -> bool:
@@ -82,6 +83,16 @@ class StateEvent:
         """Let all go on that wait."""
         with self._lock:
             self._is_set = True
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """The state will not be reached any more: who waits gets ``error``."""
+        with self._lock:
+            self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._lock:
             waiting, self._waiting = self._waiting, []
         for loop, future in waiting:
             with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -92,14 +103,18 @@ class StateEvent:
         self._is_set = False
 
     async def wait(self) -> None:
-        """Return at once, or when the state is reached."""
+        """Return at once, or when the state is reached; raises why it will not be."""
         loop = asyncio.get_running_loop()
         with self._lock:
             if self._is_set:
                 return
+            if self._error is not None:
+                raise self._error
             future = loop.create_future()
             self._waiting.append((loop, future))
         await future
+        if self._error is not None and not self._is_set:
+            raise self._error
 
 
 def _resolve(future: asyncio.Future[None]) -> None:
@@ -123,8 +138,8 @@ class EngineStates:
 
     def begin(self) -> None:
         """An engine that may have been stopped runs, and clients come."""
-        self.events[EngineState.STOPPED].clear()
-        self.events[EngineState.PAUSED].clear()
+        for state in (EngineState.PAUSED, EngineState.STOPPED):
+            self.events[state].clear()
         self.events[EngineState.RUNNING].set()
         self.state, self.is_coordinated = EngineState.RUNNING, True
 
@@ -137,11 +152,24 @@ class EngineStates:
         for state in begun:
             self.events[state].set()
 
+    def end(self, error: Exception) -> None:
+        """The engine has stopped for good: nothing else is reached any more."""
+        if not self.is_coordinated:
+            return
+        self.state = EngineState.STOPPED
+        for state, event in self.events.items():
+            if state is EngineState.STOPPED:
+                event.set()
+                continue
+            event.clear()
+            event.fail(error)
+
     async def wait_until(self, state: EngineState) -> None:
         """Wait until the engine has reached ``state``.
 
         Raises:
             RequestError: it is passed without a stop, or nobody sends signals.
+            EngineStoppedError: the engine has stopped for good.
         """
         event = self.events.get(state)
         if event is None:

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 
-from megatron_async.errors import ConfigError, RequestError
+from megatron_async.errors import ConfigError, EngineStoppedError, RequestError
 from megatron_async.megatron_api import (
     DynamicInferenceContext,
     DynamicInferenceEngine,
@@ -247,6 +247,16 @@ def test_what_waits_when_the_engine_is_stopped_fails(model: Any, expected: Any) 
             client.shutdown_coordinator()
             engine.resume()  # its caller has it again
             assert engine.generate(["abc"], GREEDY)[0].generated_tokens == expected["abc"][:NEW]
+            # And clients may have it again, at another address.
+            while engine.use_coordinator:
+                await asyncio.sleep(0.001)
+            address = await engine.start_listening_to_data_parallel_coordinator()
+            assert engine.state is EngineState.RUNNING and not engine.stopped.is_set()
+            second = InferenceClient(address, deserialize=True)
+            second.start()
+            record = await second.add_request("abc", GREEDY)
+            assert record.generated_tokens == expected["abc"][:NEW]
+            second.stop()
 
     run(scenario)
 
@@ -257,10 +267,36 @@ def test_an_engine_that_is_closed_answers_what_waits(model: Any) -> None:
             await client.pause_engines()
             asked = client.add_request("Hello", LONG)
             await client.set_generation_epoch(0)  # it has arrived
+            waiting = asyncio.ensure_future(engine.wait_until(EngineState.RESUMED))
             await asyncio.to_thread(engine.close)
             assert "the engine is closed" in str((await asked).events[0].payload)
+            for state in (waiting, engine.wait_until(EngineState.PAUSED)):
+                with pytest.raises(EngineStoppedError, match="the engine is closed"):
+                    await state
+            await engine.engine_loop_task
 
     run(scenario)
+
+
+def test_an_engine_that_an_error_stopped_keeps_nobody_waiting(model: Any) -> None:
+    async def scenario() -> None:
+        async with listening(model) as (engine, client):
+            engine.observe(Broken())
+            asked = await client.add_request("Hello", LONG)
+            assert asked.failed() and "out of order" in str(asked.events[0].payload)
+            waiting = asyncio.ensure_future(engine.wait_until(EngineState.PAUSED))
+            with pytest.raises(RequestError, match="EngineStoppedError: .*out of order"):
+                await client.pause_engines()
+            with pytest.raises(EngineStoppedError, match="out of order"):
+                await waiting
+            await engine.wait_until(EngineState.STOPPED)
+
+    run(scenario)
+
+
+class Broken:
+    def on_commit(self, report: Any) -> None:
+        raise RuntimeError("out of order")
 
 
 def test_requests_that_cannot_be_served_say_why(model: Any) -> None:
@@ -351,10 +387,9 @@ def test_tokens_come_as_they_are_committed(model: Any, expected: Any) -> None:
             cancelled = client.add_request("abc", LONG)
             cancelled.cancel()
             await client.set_generation_epoch(1)
-            while engine.has_unfinished_requests():
+            while engine._service._coordinator._live:
                 await asyncio.sleep(0.001)
             assert engine.counters.tokens_committed < 2 * 80 + NEW
-            assert not engine._service._coordinator._live
 
     run(scenario)
 
@@ -371,9 +406,23 @@ def test_who_leaves_has_aborted_what_he_asked(model: Any) -> None:
             other.stop()
             assert asked.cancelled()
             await client.unpause_engines()
-            while engine.has_unfinished_requests():
+            while engine._service._coordinator._live:
                 await asyncio.sleep(0.001)
+            assert engine.counters.tokens_committed < 80
             assert len(engine._service._coordinator._clients) == 1
+
+    run(scenario)
+
+
+def test_an_epoch_begins_with_nothing_in_flight(model: Any) -> None:
+    async def scenario() -> None:
+        async with listening(model) as (engine, client):
+            asked = [client.add_request(prompt, LONG) for prompt in PROMPTS]
+            seen: list[int] = []
+            while not all(each.done() for each in asked):
+                engine._service.between_steps(lambda: seen.append(engine.in_flight_count))
+                await asyncio.sleep(0)
+            assert set(seen) == {0} and engine.depth == 1
 
     run(scenario)
 
