@@ -1,5 +1,5 @@
-"""``msgpack`` for megatron-core's own clients, which need it: the real one, or as much of it as they
-call, over what this package has."""
+"""``msgpack`` for megatron-core's own clients, which need it: the real one, or as much of it as
+they call, over what this package has."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import msgspec
 from megatron_async.errors import ConfigError
 
 LINGER_MS = {"ROUTER": 1000, "DEALER": 100}
-"""How long the last messages may take when a socket is closed: answers, and that a client leaves."""
+"""How long the last messages may take to leave a socket that is closed, by its kind."""
 
 logger = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ from megatron_async.megatron_api import (
     DynamicInferenceEngine,
     DynamicInferenceRequest,
     GPTInferenceWrapper,
+    InferenceClient,
     InferenceConfig,
     MegatronLLM,
     SamplingParams,
@@ -29,6 +30,7 @@ from megatron_async.megatron_api import (
     main_tables,
     tables,
 )
+from megatron_async.megatron_api.coordinator.tables import CLIENT, COORDINATOR
 from megatron_async.megatron_api.names import (
     ANY,
     Table,
@@ -47,6 +49,7 @@ from tests.support.stock_model import (
 
 from megatron.core.inference.contexts import dynamic_context as theirs_context  # isort: skip
 from megatron.core.inference.engines import dynamic_engine as theirs_engine  # isort: skip
+from megatron.core.inference import inference_client as theirs_client  # isort: skip
 from megatron.core.inference import inference_request as theirs_request  # isort: skip
 from megatron.core.inference.model_inference_wrappers.gpt import (  # isort: skip
     gpt_inference_wrapper as theirs_wrapper,
@@ -56,6 +59,7 @@ from megatron.core.inference.text_generation_controllers import (  # isort: skip
     text_generation_controller as theirs_controller,
 )
 
+LISTEN = theirs_engine.DynamicInferenceEngine.start_listening_to_data_parallel_coordinator
 ROOT = Path(__file__).parents[3]
 
 
@@ -131,6 +135,14 @@ THEIRS: dict[str, tuple[Table, set[str]]] = {
         tables.REQUEST,
         attributes(theirs_request.DynamicInferenceRequest)
         | attributes(theirs_request.DynamicInferenceRequestRecord),
+    ),
+    "CLIENT": (
+        CLIENT,
+        attributes(theirs_client.InferenceClient) | arguments(theirs_client.InferenceClient),
+    ),
+    "COORDINATOR": (
+        COORDINATOR,
+        set(inspect.signature(LISTEN).parameters) - {"self"},
     ),
     "INFERENCE_CONFIG": (main_tables.INFERENCE_CONFIG, of_their_config()),
     "LLM": (main_tables.LLM, of_their_llms()),
@@ -212,7 +224,7 @@ def test_the_page_is_made_from_the_tables() -> None:
 
 # --- the code keeps to them --------------------------------------------------------------------
 
-OWNERS = ("context", "wrapper", "controller", "engine", "request", "llm")
+OWNERS = ("client", "context", "wrapper", "controller", "engine", "request", "llm")
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +236,7 @@ def built() -> Any:
     with MegatronLLM(model=model, tokenizer=Tokenizer(), inference_config=config) as llm:
         (request,) = llm.generate("abc")
         yield {
+            "client": InferenceClient("tcp://127.0.0.1:9"),
             "llm": llm,
             "engine": llm.engine,
             "context": llm.context,
@@ -239,6 +252,11 @@ OF_OWNERS = {
     "controller": tables.CONTROLLER_ATTRIBUTES,
     "engine": {**tables.ENGINE_ATTRIBUTES, **main_tables.MAIN_ENGINE_ATTRIBUTES},
     "request": tables.REQUEST,
+    "client": {
+        name: entry
+        for name, entry in CLIENT.items()
+        if name not in ("inference_coordinator_address", "multi_modal_data")
+    },
     "llm": {
         name: entry
         for name, entry in main_tables.LLM.items()

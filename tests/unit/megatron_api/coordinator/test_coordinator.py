@@ -285,7 +285,7 @@ def test_an_engine_that_an_error_stopped_keeps_nobody_waiting(model: Any) -> Non
             asked = await client.add_request("Hello", LONG)
             assert asked.failed() and "out of order" in str(asked.events[0].payload)
             waiting = asyncio.ensure_future(engine.wait_until(EngineState.PAUSED))
-            with pytest.raises(RequestError, match="EngineStoppedError: .*out of order"):
+            with pytest.raises(RequestError, match=r"EngineStoppedError: .*out of order"):
                 await client.pause_engines()
             with pytest.raises(EngineStoppedError, match="out of order"):
                 await waiting
@@ -431,7 +431,7 @@ def test_an_engine_listens_once(model: Any) -> None:
     async def scenario() -> None:
         async with listening(model) as (engine, client):
             listen = engine.start_listening_to_data_parallel_coordinator
-            with pytest.raises(ConfigError, match="listens already, at tcp://127.0.0.1:"):
+            with pytest.raises(ConfigError, match=r"listens already, at tcp://127\.0\.0\.1:"):
                 await listen()
             with pytest.raises(ConfigError, match="launch_inference_coordinator=False is not"):
                 await listen(launch_inference_coordinator=False)

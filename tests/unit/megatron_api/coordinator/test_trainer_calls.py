@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
@@ -32,6 +33,7 @@ from tests.support.patience import PATIENCE_SECONDS
 from tests.support.stock_model import no_gpu  # noqa: F401
 
 NEW = 10
+LONG = 60
 PROMPTS = ("import itertools\nimport ", "def first(items, key=None):\n", "class A")
 """The first two fill a block of the cache."""
 
@@ -170,6 +172,22 @@ def changed(model: Any) -> None:
             value.mul_(1.25)
 
 
+def in_the_middle(worker: Worker, prompts: list[list[int]]) -> tuple[Any, list[Any]]:
+    """Answers to come, and their requests in an engine that was suspended before their end."""
+    while True:
+        begun = worker.engine.counters.tokens_committed
+        asking = worker._ask(prompts, worker.params(new=LONG))
+        asked = asyncio.run_coroutine_threadsafe(asking, worker.loop)
+        while worker.engine.counters.tokens_committed < begun + 8:
+            time.sleep(0.001)
+        worker.suspend_for_refit()
+        coordinator: Any = worker.engine._service._coordinator
+        live = [each.request for each in coordinator._live.values()]
+        if len(live) == len(prompts):
+            return asked, live
+        worker.resume_after_refit()
+
+
 @pytest.mark.parametrize("mode", ["recompute", "persist"])
 def test_the_calls_of_nemo_rls_worker(loaded: Any, made: list[Worker], mode: str) -> None:
     worker = Worker(loaded.model, loaded.tokenizer, kv_cache_management_mode=mode)
@@ -182,19 +200,13 @@ def test_the_calls_of_nemo_rls_worker(loaded: Any, made: list[Worker], mode: str
         assert len(answer.generated_tokens) == len(answer.generated_log_probs or ()) == NEW
         assert answer.sampling_params.log_probs_mode == "processed"
     worker.set_generation_epoch(1)
-    long = worker.params(new=60)
-    asked = asyncio.run_coroutine_threadsafe(worker._ask(prompts[:2], long), worker.loop)
-    while worker.engine.counters.tokens_committed < len(prompts) * NEW + 8:
-        pass
-    worker.suspend_for_refit()
-    live = [each.request for each in worker.engine._service._coordinator._live.values()]  # type: ignore[union-attr]
-    had = [len(request.generated_tokens) for request in live]  # type: ignore[union-attr]
-    assert not asked.done() and any(had)
+    asked, live = in_the_middle(worker, prompts[:2])
+    had = [len(request.generated_tokens) for request in live]
     changed(loaded.model)
     worker.set_generation_epoch(2)
     worker.resume_after_refit()
     for answer, before in zip(asked.result(PATIENCE_SECONDS), had, strict=True):
-        assert len(answer.generated_tokens) == 60
+        assert len(answer.generated_tokens) == LONG
         position = answer.prompt_length + before - 1
         assert answer.policy_epoch == [(0, 1), (position, 2)]
         whole = [(0, 2)] if mode == "recompute" else answer.policy_epoch
