@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_async.errors import ConfigError
 from megatron_async.megatron_compat.classes import (
     GPT_MODEL,
     HYBRID_MODEL,
@@ -35,6 +36,10 @@ from megatron.core.transformer.multi_token_prediction import (  # isort: skip
     MultiTokenPredictionBlock,
 )
 from megatron.core.transformer.transformer_block import TransformerBlock  # isort: skip
+
+
+_OF_DECODER = ("padding_mask", "packed_seq_params")
+"""Arguments that are the layers', where they are given."""
 
 
 class Inference:
@@ -85,6 +90,8 @@ class Inference:
     ) -> Tensor:
         """Logits ``[B, S, vocab]``, of each row's last token where the context asks for those
         alone; hidden states on a stage that is not the last; losses ``[B, S]`` with ``labels``."""
+        if kwargs.get("packed_seq_params") is not None:
+            self._check_packs()
         if labels is not None:
             given: Any = super()
             losses: Tensor = given.forward(
@@ -101,7 +108,7 @@ class Inference:
             hidden_states=decoder_input,
             attention_mask=attention_mask,
             inference_context=context,
-            **{name: kwargs[name] for name in ("padding_mask",) if kwargs.get(name) is not None},
+            **{name: kwargs[name] for name in _OF_DECODER if kwargs.get(name) is not None},
         )
         if not self.post_process:
             return hidden_states
@@ -110,6 +117,16 @@ class Inference:
             rows = context.last_token_logits(hidden_states.transpose(0, 1))
             hidden_states = rows.unsqueeze(1)
         return self.logits(hidden_states, runtime_gather_output)
+
+    def _check_packs(self) -> None:
+        """Raise :class:`ConfigError` for layers that would carry state from one packed sequence to
+        the next."""
+        module: Any = self
+        if any(hasattr(each, "state_tensors") for each in module.modules()):
+            raise ConfigError(
+                "packed_seq_params are not read by recurrent layers: give sequences one by one, or "
+                "padded"
+            )
 
     def logits(self, hidden_states: Tensor, gather_output: bool | None = True) -> Tensor:
         """Output layer: normed hidden states ``[S, B, hidden]`` to logits ``[B, S, vocab]``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -127,6 +128,38 @@ class PagedAttention(MegatronModule):  # type: ignore[misc]
         return rotary.lookup(context.position_ids, is_long)
 
 
+def packed_lengths(
+    packed: Any, bias: Tensor | None, hidden_states: Tensor, context: Batch | None
+) -> list[int] | None:
+    """Lengths of the sequences that megatron's ``PackedSeqParams`` say, one behind the other in
+    ``[T, 1, hidden]``; None without. Reads them on the host.
+
+    Raises:
+        ConfigError: there is an attention bias, or they say something else than lengths.
+    """
+    if bias is not None:
+        raise ConfigError("attention is causal over whole sequences: pass no attention_bias")
+    if packed is None:
+        return None
+    if context is not None:
+        raise ConfigError("an inference context packs by itself: pass no packed_seq_params")
+    starts, padded = packed.cu_seqlens_q, packed.cu_seqlens_q_padded
+    if starts is None or hidden_states.shape[1] != 1 or packed.qkv_format not in (None, "thd"):
+        raise ConfigError(
+            f"packed_seq_params have qkv_format={packed.qkv_format!r} and a batch of "
+            f"{hidden_states.shape[1]}; give 'thd', cu_seqlens_q and a batch of 1"
+        )
+    ends = [int(end) for end in starts.tolist()]
+    lengths = [end - start for start, end in itertools.pairwise(ends)]
+    is_whole = ends[0] == 0 and ends[-1] == len(hidden_states) and min(lengths, default=0) >= 0
+    if not is_whole or (padded is not None and padded.tolist() != ends):
+        raise ConfigError(
+            f"cu_seqlens_q={ends} must be from 0 to the {len(hidden_states)} tokens, without "
+            "padding between sequences"
+        )
+    return [length for length in lengths if length]
+
+
 class PagedSelfAttention(PagedAttention, SelfAttention):  # type: ignore[misc]
     """Causal self-attention: over a whole sequence, or through an inference context.
 
@@ -160,19 +193,21 @@ class PagedSelfAttention(PagedAttention, SelfAttention):  # type: ignore[misc]
             The projected output, like ``hidden_states``, and the bias still to be added.
 
         Raises:
-            ConfigError: packed sequences or an attention bias are asked for.
+            ConfigError: an attention bias is asked for, or sequences are packed in a way that is
+                not read.
         """
-        if packed_seq_params is not None or attention_bias is not None:
-            raise ConfigError(
-                "PagedSelfAttention is causal over whole sequences: pass neither "
-                "packed_seq_params nor attention_bias"
-            )
         context = inference_context if inference_context is not None else inference_params
+        lengths = None
+        if packed_seq_params is not None or attention_bias is not None:
+            lengths = packed_lengths(packed_seq_params, attention_bias, hidden_states, context)
         if context is not None and self._packs(context, hidden_states):
             output = self._with_packed(context, hidden_states)
         else:
             query, key, value = self.get_query_key_value_tensors(hidden_states)
-            if context is None:
+            if lengths is not None:
+                each = zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
+                output = torch.cat([self._causal(*parts) for parts in each])
+            elif context is None:
                 output = self._causal(query, key, value)
             else:
                 output = self._with_context(context, query, key, value)

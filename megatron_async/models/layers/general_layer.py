@@ -58,7 +58,10 @@ class GeneralDecoderLayer(TransformerLayer):  # type: ignore[misc]
             context = kwargs.get("inference_params")
         mask = padding_mask(self, context)
         normed = self.input_layernorm(hidden)
-        attended = _sum(self.self_attention(normed, inference_context=context))
+        packed = kwargs.get("packed_seq_params")
+        attended = _sum(
+            self.self_attention(normed, inference_context=context, packed_seq_params=packed)
+        )
         attended = self._scaled(self.post_attention_layernorm(attended))
         if self.parallel_residual is None:
             hidden = hidden + attended

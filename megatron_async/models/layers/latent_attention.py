@@ -15,11 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_async.errors import ConfigError
 from megatron_async.kernels import trial
 from megatron_async.megatron_compat.specs import LatentAttention
 from megatron_async.models.batch import Batch
-from megatron_async.models.layers.attention import PagedAttention
+from megatron_async.models.layers.attention import PagedAttention, packed_lengths
 from megatron_async.models.layers.norm import RMSNorm, fusable
 from megatron_async.models.layers.rope import apply_rope_to_pairs
 
@@ -74,15 +73,15 @@ class PagedLatentAttention(PagedAttention, LatentAttention):  # type: ignore[mis
             The projected output, like ``hidden_states``, and the bias still to be added.
 
         Raises:
-            ConfigError: packed sequences or an attention bias are asked for.
+            ConfigError: see :func:`packed_lengths`.
         """
-        if packed_seq_params is not None or attention_bias is not None:
-            raise ConfigError(
-                "PagedLatentAttention is causal over whole sequences: pass neither "
-                "packed_seq_params nor attention_bias"
-            )
         context = inference_context if inference_context is not None else inference_params
-        if context is None:
+        lengths = None
+        if packed_seq_params is not None or attention_bias is not None:
+            lengths = packed_lengths(packed_seq_params, attention_bias, hidden_states, context)
+        if lengths is not None:
+            output = torch.cat([self._causal(part) for part in hidden_states.split(lengths)])
+        elif context is None:
             output = self._causal(hidden_states)
         else:
             output = self._with_context(context, hidden_states)

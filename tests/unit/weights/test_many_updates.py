@@ -1,5 +1,5 @@
-"""Two hundred updates by each way in of one process, beside requests that run: every token is of the
-weights that its span says, and nothing grows."""
+"""Two hundred updates by each way in of one process, beside requests that run: every token is of
+the weights that its span says, and nothing grows."""
 
 from __future__ import annotations
 
@@ -156,9 +156,11 @@ def test_every_token_is_of_the_weights_of_its_span(
     config = config_at(
         1, dtype="float32", max_requests=ROWS, max_sequence_length=32, block_size_tokens=16
     )
-    with DynamicInferenceEngine.from_pretrained(folders[0], config) as engine:
-        with WAYS[way](states, folders) as source:
-            ended, grown = run(engine, source)
+    with (
+        DynamicInferenceEngine.from_pretrained(folders[0], config) as engine,
+        WAYS[way](states, folders) as source,
+    ):
+        ended, grown = run(engine, source)
     size = sum(value.numel() * value.element_size() for value in states[0].values())
     assert grown < (UPDATES - SETTLED) * size / 4  # no copy of each update stays
     told_apart = 0
