@@ -67,7 +67,7 @@ CLASSES = (
 
 OF_COORDINATOR = (
     "`await engine.start_listening_to_data_parallel_coordinator()` returns the address for clients."
-    " Who reaches it may use the engine: there are no keys."
+    " There are no keys: it is of this host alone unless `hostname` names another address."
 )
 OF_CLIENT = (
     "Ours. megatron-core's own clients are answered too, as the installed release and its main "

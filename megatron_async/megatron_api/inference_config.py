@@ -228,7 +228,7 @@ class EngineSettings:
 
 
 def _state_dtype(states: Any) -> str | None:
-    """That of recurrent layers' sums, where a ``MambaInferenceStateConfig`` says one."""
+    """The dtype of recurrent layers' sums, where a ``MambaInferenceStateConfig`` says one."""
     dtype = getattr(states, "ssm_states_dtype", None)
     if dtype is None:
         return None

@@ -45,7 +45,7 @@ INFERENCE_CONFIG: Table = {
     ),
     "kv_cache_management_mode": works(
         '"recompute" computes running requests again after resume(); "persist" and "offload" keep '
-        "what they have. Memory stays with each: engine.sleep() gives it back"
+        "what they have. Memory stays with each; an engine of from_pretrained() can sleep()"
     ),
     "cuda_graph_sizing_distribution": accepted("graphs are captured for all row buckets"),
     "cuda_graph_all_prefills": accepted("steps of up to 4,096 prefill tokens are captured"),

@@ -194,11 +194,12 @@ class InferenceClient:
         return self._signal(Headers.UNPAUSE)
 
     def suspend_engines(self) -> asyncio.Future[None]:
-        """Suspend an engine that is paused: new weights may come."""
+        """Suspend the engine: new weights may come. One that runs is paused, and runs again after
+        :meth:`resume_engines`, as in 0.16."""
         return self._signal(Headers.SUSPEND)
 
     def resume_engines(self) -> asyncio.Future[None]:
-        """Take :meth:`suspend_engines` back; the engine is paused then."""
+        """Take :meth:`suspend_engines` back; an engine that was paused before is so then."""
         return self._signal(Headers.RESUME)
 
     def set_generation_epoch(self, generation_epoch: int) -> asyncio.Future[None]:

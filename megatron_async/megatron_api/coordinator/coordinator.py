@@ -83,8 +83,8 @@ class _Live:
 
 class Coordinator:
     """The server of :class:`~megatron_async.megatron_api.InferenceClient`, and of megatron-core's
-    own clients of 0.16 to its main branch. Everybody who reaches the address may use it: it is of
-    this host unless another one is named.
+    own clients of 0.16 to its main branch. It has no keys, and listens at this host alone unless
+    another address is named.
 
     Args:
         engine, states: what clients control.
@@ -102,6 +102,7 @@ class Coordinator:
         self._states = states
         self._epochs = Epochs()
         self._clients: dict[bytes, Dialect] = {}
+        self._unpauses = False  # what SUSPEND has paused, RESUME unpauses
         self._live: dict[tuple[bytes, int], _Live] = {}
         self.address = ""
 
@@ -284,6 +285,9 @@ class Coordinator:
         state, transition = self._states.state, TRANSITIONS[signal]
         if state in transition.done:
             return
+        if signal is Headers.SUSPEND and state is EngineState.RUNNING and dialect.is_ours:
+            self._change(Headers.PAUSE, dialect)  # as 0.16's client asks
+            state, self._unpauses = EngineState.PAUSED, True
         stops = signal is Headers.STOP and dialect.since == 16 and state is EngineState.RUNNING
         if state not in transition.allowed and not stops:
             names = " or ".join(sorted(each.name for each in transition.allowed))
@@ -298,6 +302,9 @@ class Coordinator:
             self._fail_all(RequestError("the engine was stopped"))
             self._engine.stop()
         self._states.reached(signal)
+        if signal is Headers.RESUME and self._unpauses:
+            self._unpauses = False
+            self._change(Headers.UNPAUSE, dialect)
 
     def set_epoch(self, epoch: object) -> None:
         """Tokens that are sampled from now on are of ``epoch``."""

@@ -24,7 +24,7 @@ class EngineService:
         engine: a ``megatron_api.DynamicInferenceEngine``.
 
     Attributes:
-        states: where the engine stands, and who waits.
+        states: where the engine stands, and what waits for that.
         ledger: what trainers ask about requests that have ended, by uid; None keeps none.
     """
 
@@ -79,7 +79,7 @@ class EngineService:
 
     @property
     def log_probs_mode(self) -> str | None:
-        """Of requests that do not say."""
+        """The ``log_probs_mode`` of requests that do not say one."""
         mode: str | None = self._engine.settings.log_probs_mode
         return mode
 

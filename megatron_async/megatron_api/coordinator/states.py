@@ -1,4 +1,4 @@
-"""The states of an engine that a coordinator's clients control, and who waits for them."""
+"""The states of an engine that a coordinator's clients control, and waits for them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ TRANSITIONS = {
 }
 """megatron-core's. Clients of 0.16 stop a running engine too."""
 
-# What a signal ends and what it begins, for those who wait.
+# What a signal ends and what it begins, as waits see it.
 _FLAGS = {
     Headers.PAUSE: ({_S.RUNNING}, {_S.PAUSED}),
     Headers.UNPAUSE: ({_S.PAUSED}, {_S.RUNNING}),
@@ -66,8 +66,8 @@ STABLE = frozenset({_S.RUNNING, _S.PAUSED, _S.SUSPENDED, _S.RESUMED, _S.STOPPED}
 
 
 class StateEvent:
-    """As much of ``asyncio.Event`` as those have who wait; it is set in any thread, and waited for
-    in any event loop."""
+    """As much of ``asyncio.Event`` as a wait needs; it is set in any thread, and waited for in any
+    event loop."""
 
     def __init__(self, *, is_set: bool = False) -> None:
         self._is_set = is_set
@@ -86,7 +86,7 @@ class StateEvent:
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """The state will not be reached any more: who waits gets ``error``."""
+        """The state will not be reached any more: all waits raise ``error``."""
         with self._lock:
             self._error = error
         self._wake()
@@ -99,7 +99,7 @@ class StateEvent:
                 loop.call_soon_threadsafe(_resolve, future)
 
     def clear(self) -> None:
-        """Who waits from now on waits for the next time."""
+        """A wait from now on is for the next time."""
         self._is_set = False
 
     async def wait(self) -> None:

@@ -10,7 +10,7 @@ COORDINATOR: Table = {
     "loop": accepted("threads wait, and no event loop"),
     "launch_inference_coordinator": accepted(
         "each engine has a coordinator of its own; several engines behind one address are "
-        "`megatron-async serve --data-parallel-size`",
+        "`megatron-async serve --replicas`",
         True,
     ),
     "coordinator_schedule_output_path": accepted(
@@ -33,7 +33,9 @@ CLIENT: Table = {
     "set_generation_epoch": works("stamps policy_epoch and kv_cache_epoch of requests"),
     "pause_engines": works("tokens in flight are committed; an awaitable, as all signals"),
     "unpause_engines": works(""),
-    "suspend_engines": works("in 0.16 pauses too, in ours and since 0.17 it must be paused"),
+    "suspend_engines": works(
+        "one that runs is paused too, and runs again after resume_engines(), as in 0.16"
+    ),
     "resume_engines": works(
         "forgets cached prefixes, and with kv_cache_management_mode recompute what running "
         "requests have; the engine is paused then"

@@ -219,6 +219,13 @@ def test_states_follow_signals(model: Any, expected: Any) -> None:
             await client.unpause_engines()
             await engine.wait_until(EngineState.RUNNING)
             assert (await asked).generated_tokens == expected["Hello"]
+            # As 0.16's client: one call for both.
+            again = client.add_request("Hello", LONG)
+            await client.suspend_engines()
+            assert engine.state is EngineState.SUSPENDED and engine.suspended
+            await client.resume_engines()
+            assert engine.state is EngineState.RUNNING and engine.running.is_set()
+            assert (await again).generated_tokens == expected["Hello"]
             with pytest.raises(RequestError, match="STOP is for an engine that is PAUSED or SUSP"):
                 await client.stop_engines()
             with pytest.raises(RequestError, match="PAUSING cannot be waited for"):

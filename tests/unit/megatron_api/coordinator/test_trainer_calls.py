@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from megatron_async.checkpoint.load import load_pretrained
+from megatron_async.config.engine_config import EngineConfig
+from megatron_async.errors import RequestError
 from megatron_async.megatron_api import (
     DynamicInferenceContext,
     DynamicInferenceEngine,
@@ -309,3 +311,29 @@ def test_the_calls_of_megatrons_trainer(loaded: Any, made: list[Worker]) -> None
 
     worker.run(kill())
     assert engine.state is EngineState.STOPPED
+
+
+def test_an_engine_of_a_directory_gives_its_memory_back_meanwhile() -> None:
+    config = EngineConfig(enable_sleep_mode=True, device="cpu", depth=1, max_requests=2)
+    params = SamplingParams(num_tokens_to_generate=40, temperature=0.0, termination_id=-1)
+
+    async def scenario(engine: DynamicInferenceEngine) -> None:
+        address = await engine.start_listening_to_data_parallel_coordinator()
+        client = InferenceClient(address, deserialize=True)
+        client.start()
+        expected = await client.add_request(PROMPTS[0], params)
+        asked = client.add_request(PROMPTS[0], params)
+        for signal in (client.pause_engines, client.suspend_engines):
+            await signal()
+        engine.sleep(1)
+        await client.resume_engines()
+        with pytest.raises(RequestError, match="the engine sleeps; wake_up"):
+            await client.unpause_engines()
+        assert engine.state is EngineState.PAUSED
+        engine.wake_up()
+        await client.unpause_engines()
+        assert (await asked).generated_tokens == expected.generated_tokens
+        client.stop()
+
+    with DynamicInferenceEngine.from_pretrained("tiny", config) as engine:
+        asyncio.run(scenario(engine))
