@@ -115,7 +115,7 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
         self.enable_chunked_prefill = enable_chunked_prefill
         self.track_paused_request_events = config.track_paused_request_events
         self.inference_logging_step_interval = config.inference_logging_step_interval
-        self.pg_collection = pg_collection
+        self.pg_collection = pg_collection or getattr(inference_config, "pg_collection", None)
         self.random_seed = config.random_seed if random_seed is None else random_seed
         self.enable_cuda_graph = bool(enable_cuda_graph)
         if enable_cuda_graph is False and options.get("device") is None:
@@ -124,18 +124,13 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
         self.logging_step_interval = config.inference_logging_step_interval
         self.num_speculative_tokens = config.num_speculative_tokens
         self.metrics_writer = context.metrics_writer if made_here else None
-        self.materialize_only_last_token_logits = True
-        self.track_generated_token_events = False
-        self.unified_memory_level = 0
-        self.persist_cuda_graphs = True
-        self.rank = 0
-        self.local_metadata_ledger_enabled = False
+        self.materialize_only_last_token_logits = self.persist_cuda_graphs = True
+        self.track_generated_token_events = self.local_metadata_ledger_enabled = False
+        self.unified_memory_level = self.rank = 0
         self.local_metadata_ledger: dict[str, Any] = {}
         self._service = EngineService(self)
         self._state_events = self._service.states.events  # Megatron's trainers look at it
-        self.running = self._state_events[EngineState.RUNNING]
-        self.paused = self._state_events[EngineState.PAUSED]
-        self.stopped = self._state_events[EngineState.STOPPED]
+        self.running, self.paused, self.stopped = self._service.states.flags
         self.engine_loop_task: asyncio.Future[None] | None = None
         self._stopped: list[Callable[[], object]] = []
         self._capture = CaptureStats(progress)
@@ -272,7 +267,6 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
         Args:
             inference_coordinator_port: None takes a free one, and so does one that is in use.
             hostname: name or address to listen at; None is this host alone. There are no keys.
-            loop: not read.
 
         Returns:
             The address for clients.

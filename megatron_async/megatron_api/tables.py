@@ -152,7 +152,7 @@ ENGINE_ATTRIBUTES: Table = {
     "is_decode_only": works("of the last step that was launched"),
     "is_suspended": works(""),
     "persist_cuda_graphs": works("True"),
-    "pg_collection": works("as given"),
+    "pg_collection": works("as given, to the InferenceConfig too"),
     "random_seed": works(""),
     "rank": works("0"),
     "reset": works(""),

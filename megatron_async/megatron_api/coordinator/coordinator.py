@@ -189,6 +189,7 @@ class Coordinator:
             own = params_of(params, self._engine.log_probs_mode)
             future = self._engine.submit(prompt_of(prompt), own, opened)
         except Exception as error:
+            self._close(live)
             self._answer(live, failed_request(number, prompt, error))
             return
         self._live[client, number] = live

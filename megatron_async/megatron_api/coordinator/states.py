@@ -128,6 +128,7 @@ class EngineStates:
     Attributes:
         state: the one that signals are judged by; never RESUMED, which is PAUSED.
         events: of each state that can be waited for.
+        flags: those of RUNNING, PAUSED and STOPPED, which engines of 0.16 have.
         is_coordinated: clients send signals, so that there is something to wait for.
     """
 
@@ -135,6 +136,7 @@ class EngineStates:
         self.state = EngineState.RUNNING
         self.is_coordinated = False
         self.events = {each: StateEvent(is_set=each is EngineState.RUNNING) for each in STABLE}
+        self.flags = tuple(self.events[each] for each in (_S.RUNNING, _S.PAUSED, _S.STOPPED))
 
     def begin(self) -> None:
         """An engine that may have been stopped runs, and clients come."""
@@ -171,7 +173,8 @@ class EngineStates:
             RequestError: it is passed without a stop, or nobody sends signals.
             EngineStoppedError: the engine has stopped for good.
         """
-        event = self.events.get(state)
+        # megatron-core's own state says the same by its name.
+        event = self.events.get(EngineState.__members__.get(getattr(state, "name", ""), state))
         if event is None:
             names = ", ".join(sorted(each.name for each in STABLE))
             raise RequestError(f"{state} cannot be waited for; wait for one of {names}")

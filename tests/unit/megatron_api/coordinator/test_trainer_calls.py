@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import enum
 import logging
 import threading
 import time
@@ -32,6 +33,7 @@ from megatron_async.megatron_api import (
 )
 from megatron_async.megatron_api.main_tables import INFERENCE_CONFIG
 from tests.support.patience import PATIENCE_SECONDS
+from tests.support.stock_hybrid import stock_hybrid
 from tests.support.stock_model import no_gpu  # noqa: F401
 
 NEW = 10
@@ -130,6 +132,8 @@ class Worker:
             await self.engine.wait_until(EngineState.SUSPENDED)
 
         self.run(sleep())
+        theirs = enum.Enum("EngineState", "SUSPENDED")  # of a trainer that imports the other one
+        self.run(self.engine.wait_until(theirs.SUSPENDED))  # type: ignore[arg-type]
 
     def resume_after_refit(self) -> None:
         async def wake() -> None:
@@ -279,6 +283,18 @@ def test_the_state_of_recurrent_layers_has_the_dtype_that_is_asked_for() -> None
     for dtype, name in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16"), (None, None)):
         config = InferenceConfig(mamba_inference_state_config=States(["M", "*"], dtype))
         assert engine_settings(config).recurrent_state_dtype == name
+    # As NeMo RL's worker gives a hybrid model.
+    model = stock_hybrid("M-*")
+    config = InferenceConfig(
+        buffer_size_gb=0.001, block_size_tokens=16, max_sequence_length=64, max_requests=2,
+        mamba_inference_state_config=States(list("M-*"), torch.bfloat16), mamba_memory_ratio=0.1,
+    )  # fmt: skip
+    context = DynamicInferenceContext(model.config, config)
+    controller = TextGenerationController(GPTInferenceWrapper(model, context), None)
+    with DynamicInferenceEngine(controller, context) as engine:
+        assert engine.config.recurrent_state_dtype == "bfloat16"
+        params = SamplingParams(num_tokens_to_generate=NEW, termination_id=-1)
+        assert len(engine.generate([[1, 2, 3]], params)[0].generated_tokens) == NEW
     config = InferenceConfig(mamba_inference_state_config=States(["M"], torch.float16))
     with pytest.raises(ValueError, match="ssm_states_dtype=float16 is not supported"):
         engine_settings(config)
@@ -290,6 +306,8 @@ def test_the_calls_of_megatrons_trainer(loaded: Any, made: list[Worker]) -> None
     made.append(worker)
     engine = worker.engine
     engine.local_metadata_ledger_enabled = True
+    assert engine.pg_collection is worker.config.pg_collection  # of which it asks the size
+    assert engine.controller.tokenizer is loaded.tokenizer
     prompt = loaded.tokenizer.tokenize(PROMPTS[0])
     worker.suspend_for_refit()
     worker.set_generation_epoch(7)
