@@ -18,7 +18,7 @@ from megatron_async.engine.requests.output_processor import TokenOutput
 from megatron_async.engine.requests.request_queue import Prompt
 from megatron_async.megatron_api.context import DynamicInferenceContext, LoadedContext, Usage
 from megatron_async.megatron_api.coordinator.service import EngineService
-from megatron_async.megatron_api.coordinator.states import EngineState
+from megatron_async.megatron_api.coordinator.states import FLAGS, EngineState
 from megatron_async.megatron_api.engine_config import (
     changes_of,
     chunk_of,
@@ -130,7 +130,7 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
         self.local_metadata_ledger: dict[str, Any] = {}
         self._service = EngineService(self)
         self._state_events = self._service.states.events  # Megatron's trainers look at it
-        self.running, self.paused, self.stopped = self._service.states.flags
+        self.running, self.paused, self.stopped = (self._state_events[each] for each in FLAGS)
         self.engine_loop_task: asyncio.Future[None] | None = None
         self._stopped: list[Callable[[], object]] = []
         self._capture = CaptureStats(progress)

@@ -63,6 +63,8 @@ _FLAGS = {
 }
 STABLE = frozenset({_S.RUNNING, _S.PAUSED, _S.SUSPENDED, _S.RESUMED, _S.STOPPED})
 """What can be waited for."""
+FLAGS = (_S.RUNNING, _S.PAUSED, _S.STOPPED)
+"""States that an engine has an attribute for, as in 0.16."""
 
 
 class StateEvent:
@@ -128,7 +130,6 @@ class EngineStates:
     Attributes:
         state: the one that signals are judged by; never RESUMED, which is PAUSED.
         events: of each state that can be waited for.
-        flags: those of RUNNING, PAUSED and STOPPED, which engines of 0.16 have.
         is_coordinated: clients send signals, so that there is something to wait for.
     """
 
@@ -136,7 +137,6 @@ class EngineStates:
         self.state = EngineState.RUNNING
         self.is_coordinated = False
         self.events = {each: StateEvent(is_set=each is EngineState.RUNNING) for each in STABLE}
-        self.flags = tuple(self.events[each] for each in (_S.RUNNING, _S.PAUSED, _S.STOPPED))
 
     def begin(self) -> None:
         """An engine that may have been stopped runs, and clients come."""
