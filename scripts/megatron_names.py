@@ -48,6 +48,8 @@ FAILED, a step of a suspended engine raises `EngineSuspendedError`, and lists of
 tokens are by text. `megatron_async.DynamicInferenceEngine`, the command line and the server raise
 `RequestError` instead, a step of a suspended engine does nothing, and the lists are by token id.
 
+**Trainers** that ask the engine by `InferenceClient` [keep their calls](rl.md#megatrons-trainers).
+
 In the tables *since* is the first release of megatron-core that has a name ("main" for what none
 has yet), *works* means that the name does what it does in megatron-core, *accepted* that it may
 be given and changes nothing, and *refused* that it raises an error with this reason. Where values

@@ -7,9 +7,11 @@ import asyncio
 import dataclasses
 import enum
 import logging
+import re
 import threading
 import time
 from collections.abc import Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -355,3 +357,12 @@ def test_an_engine_of_a_directory_gives_its_memory_back_meanwhile() -> None:
 
     with DynamicInferenceEngine.from_pretrained("tiny", config) as engine:
         asyncio.run(scenario(engine))
+
+
+def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[4] / "docs" / "rl.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (example,) = (block for block in blocks if "InferenceClient" in block)
+    exec(compile(example, "rl.md", "exec"), {})
+    said = capsys.readouterr().out
+    assert said.count("[(0, ") == 2  # the epochs of both
