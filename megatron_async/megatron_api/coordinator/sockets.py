@@ -16,8 +16,8 @@ import msgspec
 
 from megatron_async.errors import ConfigError
 
-LINGER_MS = {"ROUTER": 1000, "DEALER": 100}
-"""How long the last messages may take to leave a socket that is closed, by its kind."""
+LINGER_MS = 1000
+"""How long the last messages may take to leave a socket that is closed."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class SocketThread:
         self._on_frames = on_frames
         self._context = self._zmq.Context()
         self._socket = self._context.socket(getattr(self._zmq, kind))
-        self._socket.setsockopt(self._zmq.LINGER, LINGER_MS[kind])
+        self._socket.setsockopt(self._zmq.LINGER, LINGER_MS)
         for option in (self._zmq.SNDHWM, self._zmq.RCVHWM):  # nothing is dropped
             self._socket.setsockopt(option, 0)
         try:
