@@ -44,6 +44,14 @@ def test_names_can_be_imported_from_there(monkeypatch: pytest.MonkeyPatch) -> No
     assert SharedWeights is weights.SharedWeights
 
 
+@pytest.mark.parametrize("name", ("verl", "openrlhf", "nemo_rl"))
+def test_trainers_have_two_addresses(name: str) -> None:
+    own = importlib.import_module(f"megatron_async.contrib.trainers.{name}")
+    other = importlib.import_module(f"megatron_async.integrations.{name}")
+    public = [each for each in vars(own) if not each.startswith("_")]
+    assert public and all(getattr(other, each) is getattr(own, each) for each in public)
+
+
 def test_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     former = imported_again("megatron_async.integrations.transformers", monkeypatch)
     assert former.__all__ == contrib.__all__

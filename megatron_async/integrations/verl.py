@@ -1,0 +1,13 @@
+"""The names of :mod:`megatron_async.contrib.trainers.verl`, at the address of integrations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import megatron_async.contrib.trainers.verl as own
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return getattr(own, name)
