@@ -3,8 +3,10 @@ weights that its span says."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,8 @@ from megatron_async.engine.engine import DynamicInferenceEngine
 from tests.support.engines import config_at
 from tests.support.patience import PATIENCE_SECONDS
 from tests.support.served_engine import NoParent
-from tests.support.served_over_http import serving
-from tests.support.sglang_trainers import bucket, serialized
+from tests.support.served_over_http import free_port, serving
+from tests.support.sglang_trainers import TrainerGroup, bucket, serialized
 from tests.unit.serving.test_development_api import PROMPT, llama
 
 UPDATES, SEEDS, LENGTH, CLIENTS = 200, (1, 2, 3), 40, 2
@@ -38,21 +40,56 @@ def posted(http: httpx.Client, path: str, body: dict[str, Any]) -> Any:
     return http.post(path, json=body).raise_for_status().json()
 
 
-def by_directory(folders: list[Path]) -> Update:
-    return lambda http, at: posted(http, "/weights", {"path": str(folders[at])})
+def tensors_of(seed: int) -> dict[str, torch.Tensor]:
+    return {name: value.detach() for name, value in llama(seed).named_parameters()}
 
 
-def by_disk(folders: list[Path]) -> Update:
-    return lambda http, at: posted(
+@contextlib.contextmanager
+def by_directory(url: str, folders: list[Path]) -> Iterator[Update]:
+    yield lambda http, at: posted(http, "/weights", {"path": str(folders[at])})
+
+
+@contextlib.contextmanager
+def by_disk(url: str, folders: list[Path]) -> Iterator[Update]:
+    yield lambda http, at: posted(
         http, "/update_weights_from_disk", {"model_path": str(folders[at])}
     )
 
 
-def by_tensors(folders: list[Path]) -> Update:
+@contextlib.contextmanager
+def by_group(url: str, folders: list[Path]) -> Iterator[Update]:
+    """Broadcasts of a group of trainer and engine, held by a pause that keeps what runs."""
+    models, name = [tensors_of(seed) for seed in SEEDS], "many"
+    where = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1}
+    more = {"world_size": 2, "backend": "gloo", "group_name": name}
+    with httpx.Client(base_url=url, timeout=PATIENCE_SECONDS) as own, ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(posted, own, "/init_weights_update_group", where | more)
+        group = TrainerGroup(name, int(where["master_port"]), PATIENCE_SECONDS)
+        joined.result()
+
+        def send(http: httpx.Client, at: int) -> None:
+            posted(http, "/pause_generation", {"mode": "retract"})
+            tensors = models[at]
+            body = {
+                "names": list(tensors), "dtypes": ["torch.float32"] * len(tensors),
+                "shapes": [list(each.shape) for each in tensors.values()], "group_name": name,
+            }  # fmt: skip
+            taken = pool.submit(posted, own, "/update_weights_from_distributed", body)
+            group.broadcast(list(tensors.values()))
+            taken.result()
+            posted(http, "/continue_generation", {})
+
+        yield send
+        posted(own, "/destroy_weights_update_group", {"group_name": name})
+        group.close()
+
+
+@contextlib.contextmanager
+def by_tensors(url: str, folders: list[Path]) -> Iterator[Update]:
     """In two messages, held by a pause that keeps what runs."""
     halves = []
     for seed in SEEDS:
-        tensors = {name: value.detach() for name, value in llama(seed).named_parameters()}
+        tensors = tensors_of(seed)
         names = list(tensors)
         halves.append([bucket({n: tensors[n] for n in some}) for some in (names[:3], names[3:])])
 
@@ -63,10 +100,10 @@ def by_tensors(folders: list[Path]) -> Update:
             posted(http, "/update_weights_from_tensor", body | {"load_format": "flattened_bucket"})
         posted(http, "/continue_generation", {})
 
-    return send
+    yield send
 
 
-WAYS = {"directory": by_directory, "disk": by_disk, "tensors": by_tensors}
+WAYS = {"directory": by_directory, "disk": by_disk, "tensors": by_tensors, "group": by_group}
 
 
 def complete(url: str, stopped: threading.Event, answers: Answers) -> None:
@@ -89,20 +126,23 @@ def served(folders: list[Path]) -> Iterator[tuple[str, DynamicInferenceEngine]]:
         yield url, engine
 
 
-@pytest.mark.sweep(of=3)
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_token_is_of_the_weights_of_its_span(
     way: str, served: tuple[str, DynamicInferenceEngine], folders: list[Path]
 ) -> None:
     url, engine = served
-    update, stopped, answers = WAYS[way](folders), threading.Event(), Answers()
+    stopped, answers = threading.Event(), Answers()
     clients = [
         threading.Thread(target=complete, args=(url, stopped, answers)) for _ in range(CLIENTS)
     ]
     for client in clients:
         client.start()
     try:
-        with httpx.Client(base_url=url, timeout=PATIENCE_SECONDS) as http:
+        with (
+            WAYS[way](url, folders) as update,
+            httpx.Client(base_url=url, timeout=PATIENCE_SECONDS) as http,
+        ):
             for version in range(1, UPDATES + 1):
                 update(http, version % len(SEEDS))
                 assert engine.weight_version == version
