@@ -32,7 +32,7 @@ class _At:
         count: tokens of the thought.
         last: its last tokens, as many as end it.
         forced: how many of the tokens that are forced have come.
-        breaks: how many tokens of line breaks have come behind it.
+        breaks: how many tokens of line breaks have come before it, or behind it.
     """
 
     place: _Place
@@ -75,6 +75,9 @@ class ThoughtMatcher:
             if token_id == self._thought.opening:
                 self._at.place = _Place.INSIDE
                 return True
+            if self._first is None and self._is_break(token_id):
+                self._at.breaks += 1
+                return True
             if not self._accept_text(self._first, token_id):
                 return False
             self._at.place, self._text = _Place.TEXT, self._first
@@ -98,7 +101,7 @@ class ThoughtMatcher:
                 return False
             self._at.forced += 1
             if not self._due:
-                self._at.place = _Place.BEHIND
+                self._at.place, self._at.breaks = _Place.BEHIND, 0
             return True
         if token_id in self._masks.stop_ids:
             self._at.ended = self._may_end
@@ -106,7 +109,7 @@ class ThoughtMatcher:
         self._at.count += 1
         self._at.last = (*self._at.last, token_id)[-len(thought.closing) :]
         if self._at.last == thought.closing:
-            self._at.place = _Place.BEHIND
+            self._at.place, self._at.breaks = _Place.BEHIND, 0
         return True
 
     def _accept_text(self, text: Matcher | None, token_id: int) -> bool:

@@ -33,11 +33,14 @@ class Thinking:
         self._opening: int | None = None
         self._closing: tuple[int, ...] = ()
         self._forced: tuple[int, ...] = ()
+        self._is_exact = True
         if tags is None:
             return
         self._closing, self._forced = (
             tuple(tokenizer.tokenize(text)) for text in (tags.closing, tags.forced)
         )
+        # Where no token stands for it, other tokens may spell it in a text.
+        self._is_exact = tags.may_end or len(self._closing) == 1
         if tags.opening is not None:
             ids = tokenizer.tokenize(tags.opening)
             # Written in several tokens it cannot be told from the beginning of another text.
@@ -52,7 +55,8 @@ class Thinking:
         ends.
 
         Raises:
-            ApiError: the budget is negative, or nobody knows how the model writes its thought.
+            ApiError: the budget is negative, or nobody knows how the model writes its thought, or
+                where that ends.
         """
         if budget is not None and not self.is_known:
             said = "thinking_budget needs a server that was started with --reasoning-parser"
@@ -64,6 +68,15 @@ class Thinking:
         if not self._can_begin or (given is None and budget is None):
             return params
         assert self._tags is not None
+        if not self._is_exact:
+            what = "structured outputs" if budget is None else "thinking_budget"
+            raise ApiError(
+                400,
+                f"{what}: this model's tokenizer writes {self._tags.closing} in several tokens, so "
+                "nobody knows where its thought ends; leave it out, or start the server without "
+                "--reasoning-parser",
+                param=None if budget is None else "thinking_budget",
+            )
         thought = Thought(
             closing=self._closing,
             opening=self._opening,
@@ -76,7 +89,8 @@ class Thinking:
 
     def counter(self) -> ThoughtLength:
         """Counts the tokens of a thought."""
-        return ThoughtLength(self._opening, self._closing if self._can_begin else ())
+        is_known = self._can_begin and self._is_exact
+        return ThoughtLength(self._opening, self._closing if is_known else ())
 
 
 class ThoughtLength:

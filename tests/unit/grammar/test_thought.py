@@ -72,7 +72,7 @@ def test_without_a_structure_any_text_follows() -> None:
     text = matcher(None, opening=OPEN, budget=1)
     assert allowed(text) == ALL
     assert allowed(take(text.copy(), *TOKENIZER.tokenize("a"))) == ALL
-    take(text, OPEN)
+    take(text, BREAK, OPEN)
     assert allowed(text) == ALL, "it may end in a thought"
     take(text, *TOKENIZER.tokenize("a"), *CLOSE)
     assert allowed(text) == ALL and not text.must_end

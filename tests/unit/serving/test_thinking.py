@@ -143,8 +143,10 @@ def test_a_tag_of_several_tokens_opens_no_structure() -> None:
     body = MESSAGES | {"response_format": FORMAT}
     thought, structure, _ = asked(body, tokenizer=plain)
     assert thought is None and structure is not None
-    thought, _, _ = asked(body, "so</think>{}", tokenizer=plain, end="<think>")
-    assert thought is not None and len(thought.closing) == len("</think>")
+    for more, field in ((body, None), (MESSAGES | {"thinking_budget": 2}, "thinking_budget")):
+        *_, answer = asked(more, tokenizer=plain, end="<think>")
+        assert "writes </think> in several tokens" in answer["error"]["message"]
+        assert answer["error"]["param"] == field
 
 
 @pytest.mark.parametrize(
