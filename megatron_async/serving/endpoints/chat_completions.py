@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from megatron_async.serving.chat.answers.message import Message, MessageParser
 from megatron_async.serving.chat.chat import ToolUse, with_tools
+from megatron_async.serving.chat.kept_tokens import joined, kept_turn, text_behind
 from megatron_async.serving.chat.prompt import Prompt
 from megatron_async.serving.chat.thinking import Thinking, ThoughtLength
 from megatron_async.serving.endpoints.json_body import apart
@@ -43,22 +44,12 @@ async def create_chat_completion(
     params = front.salted(request, await apart(request, checked))
     params = with_tools(params, tools, has_format=body.response_format is not None)
     await front.generator.check_room(params)
-    prompt = await front.chat.prompt(
-        body.messages,
-        tools,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=bool(body.continue_final_message),
-        chat_template_kwargs=body.template_variables,
-    )
+    prompt = await _prompt(front, body, tools, body.messages)
     thinking = front.chat.thinking(front.tokenizer, prompt.text)
     params = thinking.guide(params, body.budget)
-    # By default none: the template writes the begin token itself.
-    adds = bool(body.add_special_tokens)
     name = name_of(request, body.request_id)
     job = await front.generator.job(
-        await front.generator.tokenize(
-            prompt.text, add_special_tokens=adds, add_bos=bool(body.add_BOS), field="messages"
-        ),
+        await _tokens(front, body, tools, prompt),
         params,
         names={**body.engine_names(), "prompt": "messages"},
         priority=body.priority,
@@ -80,6 +71,42 @@ async def create_chat_completion(
     if body.stream:
         return EventStream(answer.events())
     return json_response(await until_disconnect(request.receive, answer.whole()))
+
+
+async def _prompt(
+    front: Frontend,
+    body: ChatCompletionRequest,
+    tools: ToolUse,
+    messages: Sequence[Mapping[str, Any]],
+) -> Prompt:
+    return await front.chat.prompt(
+        messages,
+        tools,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        chat_template_kwargs=body.template_variables,
+    )
+
+
+async def _tokens(
+    front: Frontend, body: ChatCompletionRequest, tools: ToolUse, prompt: Prompt
+) -> list[int]:
+    """Those of the prompt's text, or of an earlier turn that says its own and what is behind it."""
+    turn = None
+    if body.prevent_retokenization is not False and not body.continue_final_message:
+        turn = kept_turn(body.messages)
+    if turn is not None:
+        marked = await _prompt(front, body, tools, turn.marked(body.messages))
+        behind = text_behind(marked.text)
+        if behind is not None:
+            return joined(turn.ids, await front.generator.tokenize(behind, field="messages"))
+    # By default none: the template writes the begin token itself.
+    return await front.generator.tokenize(
+        prompt.text,
+        add_special_tokens=bool(body.add_special_tokens),
+        add_bos=bool(body.add_BOS),
+        field="messages",
+    )
 
 
 class _ChatCompletion:

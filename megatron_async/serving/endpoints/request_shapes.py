@@ -152,6 +152,7 @@ class ChatCompletionRequest(SamplingFields):
     add_BOS: bool | None = None
     return_tokenized_data: bool | None = None
     return_raw_text: bool | None = None
+    prevent_retokenization: bool | None = None
 
     names: ClassVar[dict[str, str]] = {"logprobs": "top_logprobs"}
 
