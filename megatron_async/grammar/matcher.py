@@ -16,8 +16,8 @@ _NOTHING_CAN_COME = ("NoExtension", "NoExtensionBias")
 MOST_FORCED_BYTES = 256
 """More of what is forced is not looked at: it is for a few drafts."""
 MOST_FORCED_WORDS = 64
-"""With bits in more words of a mask than this, at most a character is forced. It is not looked for,
-which takes longer than to count them."""
+"""With bits in more words of a mask than this hardly more than a character is forced. It is not
+looked for, which takes longer than to count them."""
 
 
 class Masks(NamedTuple):

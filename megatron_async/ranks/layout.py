@@ -94,11 +94,12 @@ def unsupported(layout: Layout, config: EngineConfig) -> Iterable[str]:
     if (
         layout.pipeline > 1
         and config.num_speculative_tokens
-        and config.speculative_method != "ngram"
+        and config.speculative_method not in ("ngram", "grammar")
     ):
         yield (
             "num_speculative_tokens with pipeline_model_parallel_size above 1 needs "
-            "speculative_method='ngram': other drafts need the last stage's hidden states"
+            "speculative_method='ngram' or 'grammar': other drafts need the last stage's hidden "
+            "states"
         )
     if layout.pipeline > 1 and config.draft_model is not None:
         yield "draft_model does not go together with pipeline_model_parallel_size above 1"

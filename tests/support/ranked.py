@@ -170,7 +170,8 @@ def case(engine: DynamicInferenceEngine, folder: Path, model: str, *, alone: boo
         work = list(zip(PROMPTS, params(), strict=True))
         depth = drawn(FULL_DEPTHS)
         found["full"] = {depth: full_cache(engine, depth, work, 11)}
-    found["ngram"] = drafted(engine, speculative_method="ngram")
+    for method in ("ngram", "grammar"):
+        found[method] = drafted(engine, speculative_method=method)
     if engine.model.network.kv_cache_spec.num_mtp_layers:
         found["mtp"] = drafted(engine)
     elif not alone:

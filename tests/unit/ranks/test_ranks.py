@@ -132,7 +132,7 @@ def test_drafts_change_no_token(
     model: str, sizes: str, found: dict[tuple[str, str], Found]
 ) -> None:
     alone, several = found[model, ALONE], found[model, sizes]
-    kinds = [kind for kind in ("ngram", "mtp") if kind in several]
+    kinds = [kind for kind in ("ngram", "grammar", "mtp") if kind in several]
     assert ("mtp" in kinds) == (sizes == "2,1,1")
     for kind in kinds:
         assert several[kind] == alone[kind] and several[kind]["accepted"] > 0
