@@ -567,3 +567,50 @@ def test_a_request_that_begins_again_has_its_drafts_again() -> None:
     assert begun.window == 1
     begun.restart()
     assert begun.window == 4
+
+
+@pytest.mark.parametrize("micro_batches", (1, 2))
+def test_where_rows_need_guesses_those_that_have_some_open_their_windows_once(
+    micro_batches: int,
+) -> None:
+    chain = Chain(
+        depth=micro_batches - 1, windows=(1, 4), needs_guesses=True, micro_batches=micro_batches,
+        max_tokens=99, block_count=40,
+    )  # fmt: skip
+    scheduler = chain.scheduler
+    chain.add(sequence(1, max_new=40), sequence(2, max_new=40))
+    scheduler.add(sequence(3, max_new=40), drafts=1)
+
+    def windows() -> dict[int, int]:
+        """Of each request in the next steps, until each micro-batch has had one."""
+        found: dict[int, int] = {}
+        for _ in range(micro_batches):
+            plan = chain.step()
+            assert plan is not None
+            found |= dict(zip(plan.rows.keys, plan.rows.windows or [1] * 9, strict=False))
+            own = max(plan.rows.windows, default=1)
+            assert plan.window == (4 if own > 1 else 1) and plan.drafts == plan.window - 1
+        return found
+
+    while len(found := windows()) < 2 or chain.scheduler.table.prefilling:
+        pass
+    running = sorted(found)
+    assert set(found.values()) == {1}
+    first, second = running[:2]
+    scheduler.foresee({first: 2, second: 0, 99: 3})
+    assert windows() == {first: 3, second: 1}
+    assert windows() == {first: 1, second: 1}
+    scheduler.foresee({first: 9})
+    scheduler.foresee({second: 1})
+    assert windows() == {first: 4, second: 2}
+    if micro_batches > 1:
+        return  # which of them a row comes back to is another matter
+    scheduler.foresee({first: 2, second: 2})
+    scheduler.pause(first)
+    assert windows().get(second) == 3
+    scheduler.resume(first)
+    while first not in (found := windows()):
+        pass
+    assert found[first] == 1, "it has come back while the step was planned"
+    scheduler.foresee({first: 0, second: 0})
+    assert windows() == {first: 1, second: 1}
