@@ -21,7 +21,8 @@ NO_TOKEN = -1
 
 
 class GuidedDrafts:
-    """Work of its own on the stream: steps whose rows nothing guides have none of it.
+    """Work of its own on the stream, a graph and a few operations: steps whose rows nothing guides
+    have none of it.
 
     Invariant: a ticket's drafts are taken or left before its tokens are, so that no more are on
     their way than tickets are in flight.
@@ -43,6 +44,10 @@ class GuidedDrafts:
         """Slots."""
         self._guesses: dict[int, Sequence[Guess]] = {}
         """By ticket whose S has not been launched."""
+        self._showing = device.capture(self._publish, "drafts")
+        # What a first guess would compile or load is made now; this one fits no row.
+        nothing = packed([Guess(len(slots.drafts) - 1, 0, ((),))], 1 + self._shape[1])
+        device.enqueue(partial(self._follow, torch.from_numpy(nothing)), "drafts")
 
     def admit(self, slot: int, *, is_guided: bool) -> None:
         """A request takes ``slot``."""
@@ -68,7 +73,7 @@ class GuidedDrafts:
         if self._are_shown(plan.rows):
             self._numbers[plan.number] = self._next
             self._next += 1
-            self._device.enqueue(self._publish, "drafts")
+            self._showing.replay()
 
     def _publish(self) -> None:
         self._ring.publish(self._slots.drafts.int().flatten())

@@ -172,8 +172,8 @@ class ModelRunner:
 
     @property
     def graph_count(self) -> int:
-        """Graphs that were captured."""
-        return self._graphs.graph_count
+        """Graphs that were captured; one of them shows the drafts of guided rows."""
+        return self._graphs.graph_count + (self._guided_drafts is not None)
 
     @property
     def row_buckets(self) -> list[int]:

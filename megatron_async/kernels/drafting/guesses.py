@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+# Their values differ from step to step.
+@triton.jit(do_not_specialize=["stride", "places"])
 def _follow_kernel(
     drafts, last_token, kv_length, words, stride, places,
     COUNT: tl.constexpr, COLUMNS: tl.constexpr,
