@@ -16,6 +16,7 @@ from megatron_async.device.cuda import CudaDevice
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.request.request import FinishReason
 from megatron_async.sampling_params import SamplingParams
+from tests.support.drafting_model import DraftingHashModel
 from tests.support.engines import config_at, drive, hash_engine
 from tests.support.hash_tokenizer import hash_tokenizer
 
@@ -138,8 +139,10 @@ def test_every_parameter_is_here_with_a_value_that_is_not_its_default() -> None:
     assert same == {"return_segments", "add_BOS"}  # of the host alone
 
 
-def test_nothing_is_captured_after_the_start(captured: list[str]) -> None:
-    with small_hash_engine() as engine:
+@pytest.mark.parametrize("drafts", (0, 2))
+def test_nothing_is_captured_after_the_start(drafts: int, captured: list[str]) -> None:
+    model = DraftingHashModel(drafts, 0.2) if drafts else None
+    with small_hash_engine(model=model) as engine:
         assert len(captured) == engine.runner.graph_count > 0
         captured.clear()
         serve(engine, asks(*VALUES))
