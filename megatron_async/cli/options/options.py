@@ -227,8 +227,9 @@ def _add_drafting_options(add: Callable[..., Any]) -> None:
         metavar="K",
         help=said,
     )
-    said = "who drafts: the model's layers for multi-token prediction, or what followed when the "
-    said += "last tokens came before (default: mtp)"
+    said = "who drafts: the model's layers for multi-token prediction, what followed when the last "
+    said += "tokens came before, or what structured outputs force, which the others draft too "
+    said += "(default: mtp)"
     add("--speculative-method", choices=SPECULATIVE_METHODS, default="mtp", help=said)
     said = "leave drafts out where they do not pay, by what steps cost at the start"
     add("--adaptive-speculation", action="store_true", help=said)
