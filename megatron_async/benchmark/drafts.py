@@ -66,8 +66,8 @@ def add_drafting_options(parser: argparse.ArgumentParser, *, bench: bool) -> Non
         add("--num-speculative-tokens", type=several(count), metavar="K,...", help=said)
     else:
         add("--num-speculative-tokens", type=count, metavar="K", help=said)
-    said = "who drafts: layers for multi-token prediction, or what followed when the last tokens "
-    said += "came before (default: mtp)"
+    said = "who drafts: layers for multi-token prediction, what followed when the last tokens came "
+    said += "before, or what structured outputs force (default: mtp)"
     add("--speculative-method", choices=SPECULATIVE_METHODS, help=said)
     said = "a model over the same vocabulary that drafts instead"
     add("--draft-model", metavar="tiny|PATH|random:SHAPE", help=said)
