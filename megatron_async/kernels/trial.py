@@ -15,7 +15,7 @@ MOE_ROW = True
 LATENT = True
 """Multi-latent attention, in decode steps and in prefill."""
 
-GUESSES = False
+GUESSES = True
 """The kernel that makes guesses of the host the drafts of rows."""
 
 REASON = "on trial: it has not run on a GPU yet"
