@@ -5,9 +5,9 @@ Names follow vLLM's where it has the same value, with ``megatron_async_`` before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -41,6 +41,16 @@ COUNTERS = {
 }
 """Fields of ``EngineCounters``: what each is called here, and what it is."""
 
+BY_REASON = {
+    "not_overlapped": (
+        "steps_not_overlapped",
+        "Steps during which no later one was in flight, by reason",
+    ),
+    "guided_rows": (
+        "guided_rows",
+        "Sampled rows of requests that a grammar or a function guides, by what they had",
+    ),
+}
 BY_POSITION = {
     "drafted_by_position": (
         "draft_tokens_per_pos", "Draft tokens that were verified, by their place in the window"
@@ -257,15 +267,8 @@ class EngineCollector:
             yield self._counter(shown, said, counters.get(name, 0))
         for name, (shown, said) in SECONDS.items():
             yield self._counter(shown, said, counters.get(name, 0) * 1e-9)
-        reasons = CounterMetricFamily(
-            f"{PREFIX}_steps_not_overlapped",
-            "Steps during which no later one was in flight, by reason",
-            labels=["model_name", "reason"],
-        )
-        by_reason: dict[str, Any] = counters.get("not_overlapped", {})
-        for reason, count in by_reason.items():
-            reasons.add_metric([self._model_name, reason], count)
-        yield reasons
+        for name, (shown, said) in BY_REASON.items():
+            yield self._by_reason(shown, said, counters.get(name, {}))
         for name, (shown, said) in BY_POSITION.items():
             yield self._by_position(shown, said, counters.get(name, ()))
         for name, (shown, said) in GAUGES.items():
@@ -277,6 +280,12 @@ class EngineCollector:
         total = gauges.get("blocks_total", 0)
         used = 1 - gauges.get("blocks_free", 0) / total if total else 0.0
         yield self._gauge("kv_cache_usage_perc", "Share of KV-cache blocks in use", used)
+
+    def _by_reason(self, name: str, said: str, counts: Mapping[str, int]) -> Metric:
+        family = CounterMetricFamily(f"{PREFIX}_{name}", said, labels=["model_name", "reason"])
+        for reason, count in counts.items():
+            family.add_metric([self._model_name, reason], count)
+        return family
 
     def _by_position(self, name: str, said: str, counts: Sequence[int]) -> Metric:
         family = CounterMetricFamily(f"{PREFIX}_{name}", said, labels=["model_name", "position"])

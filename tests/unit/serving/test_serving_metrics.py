@@ -35,6 +35,7 @@ def test_the_engines_counters_and_gauges_are_those_of_the_last_snapshot() -> Non
     counters = EngineCounters()
     counters.tokens_committed, counters.step_ns = 41, 2_500_000_000
     counters.not_overlapped["serial: depth 0"] = 3
+    counters.guided_rows["the mask of one token"] = 5
     counters.verified([(1, 2, 3), (1,), (), (4, 5)], [3] * 4)
     gauges = {"requests_running": 2, "requests_waiting": 1, "blocks_free": 25, "blocks_total": 100}
     snapshots = [None, Snapshot(0.0, counters.to_dict(), gauges)]
@@ -43,6 +44,7 @@ def test_the_engines_counters_and_gauges_are_those_of_the_last_snapshot() -> Non
     assert values["generation_tokens_total", ""] == 41
     assert values["step_seconds_total", ""] == 2.5
     assert values["steps_not_overlapped_total", "serial: depth 0"] == 3
+    assert values["guided_rows_total", "the mask of one token"] == 5
     drafts = [values[f"{name}_per_pos_total", place]
               for name in ("draft_tokens", "accepted_draft_tokens") for place in "01"]  # fmt: skip
     assert drafts == [3, 3, 2, 1]
