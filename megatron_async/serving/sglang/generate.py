@@ -191,7 +191,8 @@ class _Answer:
         if start is not None:
             ids = job.prompt[start:]
             known = list(job.prompt_log_probs or ())[start:]
-            of_prompt = [self._of(None, ids[0]), *self._each(ids[1:], known)]
+            # A request that ends before its prompt is computed has those of a part, or none.
+            of_prompt = [self._of(None, ids[0]), *self._each(ids[1 : 1 + len(known)], known)]
             tops_of_prompt = [None, *(self._top(likely, top) for _, likely in known)]
         shown: dict[str, Any] = {
             "input_token_logprobs": of_prompt,

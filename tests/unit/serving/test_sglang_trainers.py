@@ -189,14 +189,17 @@ def test_areal_updates_from_disk_and_goes_on(http: httpx.Client, directories: li
 def test_requests_are_aborted_by_their_rid(http: httpx.Client) -> None:
     posted(http, "pause_generation", mode="retract")
     with ThreadPoolExecutor(2) as pool:
-        one, other = (pool.submit(generated, http, rid=rid) for rid in ("a", "cmpl-a"))
+        asked = ({"rid": "a", "logprob_start_len": 0}, {"rid": "cmpl-a"})
+        one, other = (pool.submit(generated, http, **each) for each in asked)
         while http.get("/v1/loads").json()["loads"][0]["num_total_reqs"] < 2:
             """They have not come yet."""
         assert posted(http, "abort_request", rid="a")["aborted"] == 1
-        assert one.result()["meta_info"]["finish_reason"]["type"] == "abort"
-        assert not other.done()
+        failed, goes_on = one.exception(), not other.done()
         assert posted(http, "abort_request", abort_all=True)["aborted"] == 1
-        assert other.result()["meta_info"]["finish_reason"]["type"] == "abort"
+    assert failed is None and goes_on
+    meta, of_other = (each.result()["meta_info"] for each in (one, other))
+    assert meta["finish_reason"]["type"] == of_other["finish_reason"]["type"] == "abort"
+    assert meta["input_token_logprobs"] == [[None, PROMPT[0], None]], "the rest had not come"
     assert posted(http, "abort_request", status=400)["error"]["param"] == "rid"
 
 
