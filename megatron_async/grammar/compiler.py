@@ -127,7 +127,7 @@ class GrammarCompiler:
             raise RequestError(f"structured_outputs.thought: {error}") from None
         if spec.kind == "thought":
             return CompiledGrammar(self, None, None, thought)
-        text = self._compile(dataclasses.replace(spec, thought=None))
+        text = self.compile(dataclasses.replace(spec, thought=None))
         return text.behind(thought)
 
     def _part_at_fault(self, spec: StructuredOutputs) -> RequestError | None:

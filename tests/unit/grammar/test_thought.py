@@ -46,6 +46,16 @@ def take(text: Any, *tokens: int) -> Any:
     return text
 
 
+def test_a_structure_is_compiled_once_for_all_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, started = GrammarCompiler(TOKENIZER, VOCABULARY), []
+    start = compiler._start
+    monkeypatch.setattr(compiler, "_start", lambda *given: started.append(1) or start(*given))
+    for budget in (1, 2):
+        thought = {"closing": CLOSE, "budget": budget}
+        compiler.compile(StructuredOutputs(regex="[0-9]", thought=thought))
+        assert len(started) == 1
+
+
 def test_any_token_may_come_until_the_thought_ends() -> None:
     text = matcher()
     assert allowed(text) == ALL - {END}
