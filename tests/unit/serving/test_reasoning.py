@@ -40,6 +40,10 @@ INSIDE = {
     "\n</think>yes": ("", "yes"),
     "so </thin": ("so </thin", ""),
     "</think>": ("", ""),
+    "\n<think>\nso</think>yes": ("so", "yes"),
+    "<think><think></think>": ("<think>", ""),
+    "<think>": ("", ""),
+    " <thi": ("<thi", ""),
 }
 
 

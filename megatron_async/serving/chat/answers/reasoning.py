@@ -70,11 +70,11 @@ class ThoughtParser:
     and line breaks in front of the answer, belong to neither.
 
     Args:
-        inside: the text begins inside of the thought.
+        inside: the text begins inside of the thought, and may open it once more.
     """
 
     def __init__(self, *, inside: bool) -> None:
-        self._inside = inside
+        self._inside = self._may_open = inside
         self._has_begun = inside
         self._is_over = False
         self._has_said = False
@@ -92,6 +92,13 @@ class ThoughtParser:
                 return "", self._answer(text, is_first=False)
             self._has_begun = self._inside = True
             text = begin[len(OPENING) :]
+        elif self._may_open:
+            begin = text.lstrip()
+            if begin != OPENING and OPENING.startswith(begin):
+                self._held = text
+                return "", ""
+            self._may_open = False
+            text = begin.removeprefix(OPENING)
         if self._inside:
             return self._thought(text)
         return "", self._answer(text, is_first=not self._is_over)
