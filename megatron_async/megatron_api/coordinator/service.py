@@ -63,11 +63,16 @@ class EngineService:
             self._coordinator.close()
         if self._engine.suspended:
             raise ConfigError("the engine is suspended; resume() it before clients come")
-        self._engine.start()
+        coordinator = Coordinator(self, self.states, host, port)
+        try:
+            self._engine.start()
+        except BaseException:
+            coordinator.close()
+            raise
         self.states.begin()
-        self._coordinator = Coordinator(self, self.states, host, port)
-        self._coordinator.start()
-        return self._coordinator.address
+        self._coordinator = coordinator
+        coordinator.start()
+        return coordinator.address
 
     def close(self) -> None:
         """The engine is closed: answer what has ended, and no more."""

@@ -451,8 +451,11 @@ def test_an_engine_listens_once(model: Any) -> None:
             with build(model) as second:  # as theirs: another port
                 address = await second.start_listening_to_data_parallel_coordinator(port)
                 assert not address.endswith(f":{port}")
-            with build(model) as third, pytest.raises(ConfigError, match="cannot listen at"):
-                await third.start_listening_to_data_parallel_coordinator(hostname="203.0.113.9")
+            with build(model) as third:
+                with pytest.raises(ConfigError, match="cannot listen at"):
+                    await third.start_listening_to_data_parallel_coordinator(hostname="203.0.113.9")
+                with pytest.raises(RequestError, match="nobody sends signals"):
+                    await third.wait_until(EngineState.PAUSED)
 
     run(scenario)
 
