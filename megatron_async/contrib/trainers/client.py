@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import time
 import urllib.error
@@ -77,8 +78,9 @@ class Client:
                 if error.code not in _LATER or time.monotonic() > end:
                     said = _said(error.read())
                     raise _ERRORS.get(error.code, RequestError)(f"{path}: {said}") from None
-            except urllib.error.URLError as error:
-                raise EngineDeadError(f"{self.url} does not answer: {error.reason}") from error
+            except (OSError, http.client.HTTPException) as error:  # the answer may be cut off
+                said = getattr(error, "reason", None) or error or type(error).__name__
+                raise EngineDeadError(f"{self.url} does not answer: {said}") from error
             time.sleep(AGAIN_SECONDS)
 
     # --- what trainers do ---------------------------------------------------------------------
