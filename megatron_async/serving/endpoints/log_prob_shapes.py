@@ -117,8 +117,10 @@ class CompletionLogProbs:
         }
 
     def prompt(self, ids: Sequence[int], log_probs: LogProbs | None) -> dict[str, Any]:
-        """The tokens of an echoed prompt."""
-        return self.part(ids, [None, *(log_probs or ())])
+        """The tokens of an echoed prompt; a request that ends before it is computed has none of the
+        log-probabilities, or those of a part."""
+        known = [None, *(log_probs or ())]
+        return self.part(ids, [*known, *[None] * (len(ids) - len(known))])
 
 
 def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -148,10 +150,11 @@ def chat_log_probs(
 
 def prompt_log_probs(names: TokenNames, job: Job, top: int) -> list[dict[str, Any] | None]:
     """vLLM's ``prompt_logprobs``: by token id, the most likely first; the prompt's own token is
-    there too. Of a token that the model gave NaN for, nothing is known."""
+    there too. Of a token that the model gave NaN for, nothing is known, and nothing of those that
+    it had not computed when the request ended."""
     shown: list[dict[str, Any] | None] = [None]
-    known = zip(job.prompt[1:], job.prompt_log_probs or (), job.prompt_ranks, strict=True)
-    for token, (own, others), rank in known:
+    known = list(zip(job.prompt_log_probs or (), job.prompt_ranks, strict=True))
+    for token, ((own, others), rank) in zip(job.prompt[1:], known, strict=False):
         ranked = list(enumerate(others.items(), start=1))[:top]
         each: dict[int, tuple[int | None, float]] = {
             other: (place, of) for place, (other, of) in ranked
@@ -167,4 +170,4 @@ def prompt_log_probs(names: TokenNames, job: Job, top: int) -> list[dict[str, An
                 for other, (place, of) in each.items()
             }
         )
-    return shown
+    return [*shown, *[None] * (len(job.prompt) - len(shown))]

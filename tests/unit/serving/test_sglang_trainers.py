@@ -203,6 +203,21 @@ def test_requests_are_aborted_by_their_rid(http: httpx.Client) -> None:
     assert posted(http, "abort_request", status=400)["error"]["param"] == "rid"
 
 
+@pytest.mark.parametrize("asked", ({"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}))
+def test_a_completion_aborted_before_its_prompt_is_computed(
+    http: httpx.Client, asked: dict[str, Any]
+) -> None:
+    posted(http, "pause_generation", mode="retract")
+    with ThreadPoolExecutor(1) as pool:
+        one = pool.submit(posted, http, "v1/completions", prompt=PROMPT, **asked)
+        while not http.get("/v1/loads").json()["loads"][0]["num_total_reqs"]:
+            """It has not come yet."""
+        posted(http, "abort_request", abort_all=True)
+    (choice,) = one.result()["choices"]
+    of_prompt = choice.get("prompt_logprobs") or choice["logprobs"]["token_logprobs"]
+    assert of_prompt == [None] * len(PROMPT)
+
+
 def test_slime_takes_memory_back_in_parts(http: httpx.Client) -> None:
     """It updates the weights while there is no memory for the cache, and continues then."""
     tags = ["weights", "kv_cache", "cuda_graph"]
