@@ -81,6 +81,7 @@ class InferenceClient:
             TimeoutError: nobody answers at the address.
         """
         self._loop = loop or asyncio.get_running_loop()
+        self._acknowledged.clear()
         self._thread = SocketThread(
             "DEALER", self._take, lambda socket: socket.connect(self._address), "inference-client"
         )
@@ -239,7 +240,7 @@ class InferenceClient:
         thread.close()
 
     def _signal(self, signal: Headers, *fields: Any) -> asyncio.Future[None]:
-        if self._loop is None:
+        if self._thread is None or self._loop is None:
             raise RuntimeError("InferenceClient is not currently running: start() it")
         number = next(self._signals)
         outcome: asyncio.Future[None] = self._loop.create_future()

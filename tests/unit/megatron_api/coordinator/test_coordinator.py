@@ -464,6 +464,14 @@ def test_a_client_without_a_coordinator_says_so(model: Any) -> None:
     async def scenario() -> None:
         with pytest.raises(TimeoutError, match="no inference coordinator answers at"):
             InferenceClient("tcp://127.0.0.1:9").start(connect_timeout_seconds=0.01)
+        async with listening(model) as (engine, client):
+            client.stop()
+            for ask in (client.pause_engines, lambda: client.add_request("import ", LONG)):
+                with pytest.raises(RuntimeError, match=r"not currently running: start\(\) it"):
+                    ask()
+            engine.close()
+            with pytest.raises(TimeoutError, match="no inference coordinator answers at"):
+                client.start(connect_timeout_seconds=0.01)
 
     run(scenario)
 
