@@ -171,16 +171,20 @@ class TrainerControls:
     @contextlib.contextmanager
     def naming(self, name: str | None) -> Iterator[None]:
         """The weights that are taken inside are called ``name`` from their first token on; not if
-        that fails."""
-        before = self._weights.kept.weight_names
-        if name is not None:
-            self._name_version(self._weights.weight_version + 1, name)
+        that fails. Where none are taken those that are served are called so."""
+        if name is None:
+            yield
+            return
+        before, version = self._weights.kept.weight_names, self._weights.weight_version
+        self._name_version(version + 1, name)
         try:
             yield
         except BaseException:
-            if name is not None:
-                self._weights.change(weight_names=before)
+            self._weights.change(weight_names=before)
             raise
+        if self._weights.weight_version == version:
+            self._weights.change(weight_names=before)
+            self._name_version(version, name)
 
     def _finish(self) -> dict[str, Any]:
         name, self._name = self._name, None

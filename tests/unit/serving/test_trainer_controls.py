@@ -112,6 +112,15 @@ def test_weights_that_do_not_fit_get_no_name(controls: TrainerControls, weights:
     assert len(weights.kept.weight_names) == MOST_NAMES
 
 
+def test_an_update_of_nothing_names_what_is_served(
+    controls: TrainerControls, weights: Weights
+) -> None:
+    add(controls, "", "same", partial=True, ends=True)
+    assert dict(weights.kept.weight_names) == {0: "same"}
+    add(controls, "a", ends=True)
+    assert dict(weights.kept.weight_names) == {0: "same"}, "the next one has no name"
+
+
 def test_an_update_of_vllms_way_is_ended_by_no_flush(
     controls: TrainerControls, weights: Weights
 ) -> None:
