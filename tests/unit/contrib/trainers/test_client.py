@@ -29,6 +29,6 @@ def test_a_server_that_dies_in_the_middle_is_dead(said: bytes) -> None:
         with pytest.raises(EngineDeadError, match=r"127\.0\.0\.1:\d+ does not answer: ."):
             client.get("/health")
         thread.join()
-    with pytest.raises(EngineDeadError, match="does not answer: .*refused"):
+    with pytest.raises(EngineDeadError, match=r"does not answer: .*refused"):
         client.get("/health")
     client.close()
