@@ -33,7 +33,8 @@ def read_weights(
 ) -> Callable[[], None]:
     """Read and check new weights as a whole. Calling the result copies them into the parameters of
     ``model``, whose addresses stay. The caller may be in inference mode or not; the model and the
-    new weights may have been built in it or not.
+    new weights may have been built in it or not. A directory's files must stay as they are until
+    the result has been called: their memory is mapped, and is read once more then.
 
     Args:
         source: a model directory; a ``.safetensors`` file with megatron-core's parameter names; a

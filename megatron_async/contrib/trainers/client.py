@@ -79,8 +79,8 @@ class Client:
                     said = _said(error.read())
                     raise _ERRORS.get(error.code, RequestError)(f"{path}: {said}") from None
             except (OSError, http.client.HTTPException) as error:  # the answer may be cut off
-                said = getattr(error, "reason", None) or error or type(error).__name__
-                raise EngineDeadError(f"{self.url} does not answer: {said}") from error
+                why = getattr(error, "reason", error)
+                raise EngineDeadError(f"{self.url} does not answer: {why}") from error
             time.sleep(AGAIN_SECONDS)
 
     # --- what trainers do ---------------------------------------------------------------------
