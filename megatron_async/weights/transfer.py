@@ -78,6 +78,11 @@ class WeightTransfer:
         """An update has begun and is not finished."""
         return self._arrived is not None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what an unfinished update has brought."""
+        return sum(tensor.nbytes for tensor in (self._arrived or {}).values())
+
     def start(self, *, partial: bool = False) -> None:
         """Begin an update.
 

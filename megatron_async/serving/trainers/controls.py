@@ -17,6 +17,8 @@ SENT = "a trainer, which has sent them,"
 """In place of the path of weights that are in no file: the next process cannot have them."""
 MOST_NAMES = 64
 """Versions of weights whose names are remembered."""
+FLOOR_BYTES = 1 << 20
+"""That an update may always take."""
 
 
 class Weights(Protocol):
@@ -142,7 +144,8 @@ class TrainerControls:
                 from megatron_async.serving.trainers.pickled_tensors import read_tensors
 
                 assert serialized is not None
-                count = self._transfer.add(lambda: read_tensors(serialized, load_format))
+                room = self._most_bytes - self._transfer.nbytes
+                count = self._transfer.add(lambda: read_tensors(serialized, load_format, room))
             return self._finish() if ends and not self._holds else {"tensors": count}
 
     def take_weights(self) -> dict[str, Any]:
@@ -185,6 +188,12 @@ class TrainerControls:
         if self._weights.weight_version == version:
             self._weights.change(weight_names=before)
             self._name_version(version, name)
+
+    @property
+    def _most_bytes(self) -> int:
+        """That an update may take: all parameters twice, in the widest dtype."""
+        owner = self._engine.model.weights_owner
+        return FLOOR_BYTES + sum(16 * value.numel() for value in owner.parameters())
 
     def _finish(self) -> dict[str, Any]:
         name, self._name = self._name, None

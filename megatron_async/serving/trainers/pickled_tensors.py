@@ -41,24 +41,41 @@ _HEADER = 64
 """Bytes in front of a storage in torch's files in memory."""
 
 
-def read_tensors(serialized: str, load_format: str | None) -> dict[str, Tensor]:
+def read_tensors(serialized: str, load_format: str | None, most_bytes: int) -> dict[str, Tensor]:
     """Tensors by name, in memory of their own.
 
     Args:
         serialized: one rank's, in base64.
         load_format: :data:`FLATTENED`, or None for a list of names and tensors.
+        most_bytes: that all of them may take; views of one byte may say that they are gigabytes.
 
     Raises:
-        CheckpointError: they are none, or their memory cannot be reached.
+        CheckpointError: they are none, take more, or their memory cannot be reached.
     """
+    room = Room(most_bytes)
     try:
         found = _load(base64.b64decode(serialized, validate=True))
         if load_format == FLATTENED:
-            return _unflattened(found)
-        return {_text(name): _tensor_of(value).clone() for name, value in _pairs(found)}
-    except (OSError, RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+            return _unflattened(found, room)
+        return {_text(name): room.copy(_tensor_of(value)) for name, value in _pairs(found)}
+    except (OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError,
+            ArithmeticError, AssertionError) as error:  # the last of a torch without CUDA  # fmt: skip
         said = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
         raise CheckpointError(f"the serialized tensors cannot be read: {said}") from error
+
+
+class Room:
+    """How many bytes copies may still take."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._left = most_bytes
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A copy; raises ValueError if there is no room for it."""
+        self._left -= tensor.nbytes
+        if self._left < 0:
+            raise ValueError("they take more bytes than the model; send its parameters alone, once")
+        return tensor.clone()
 
 
 def _load(data: bytes) -> Any:
@@ -73,12 +90,12 @@ def _pairs(found: Any) -> list[tuple[Any, Any]]:
     return found
 
 
-def _unflattened(found: Any) -> dict[str, Tensor]:
+def _unflattened(found: Any, room: Room) -> dict[str, Tensor]:
     if not isinstance(found, dict) or not isinstance(found.get("metadata"), list):
         raise ValueError("they are no flattened bucket")
     if not found["metadata"]:
         return {}
-    flat = _tensor_of(found.get("flattened_tensor")).reshape(-1).clone()
+    flat = room.copy(_tensor_of(found.get("flattened_tensor"))).reshape(-1)
     tensors = {}
     for each in found["metadata"]:
         if not isinstance(each, Record):
@@ -92,7 +109,7 @@ def _unflattened(found: Any) -> dict[str, Tensor]:
         if part.nbytes != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{name[:200]} has another size in its bucket")
         if part.storage_offset() * part.itemsize % dtype.itemsize:
-            part = part.clone()
+            part = room.copy(part)
         tensors[name] = part.view(dtype).view(shape)
     return tensors
 
@@ -137,6 +154,8 @@ def _of_file(storage: Any, metadata: Any) -> Tensor:
         raise ValueError("a storage has a part of an element")
     elements = whole.view(dtype)
     shape, start = _size_of(shape), elements.storage_offset() + offset
+    if offset < 0:
+        raise ValueError("a tensor begins in front of its storage")
     return elements.as_strided(shape, tuple(stride), start)
 
 

@@ -146,6 +146,14 @@ def test_how_channels_are_divided_changes_nothing(words: list[str], cuts: list[i
     assert harmony(parts(text, cuts)) == harmony([text])
 
 
+@pytest.mark.parametrize("begun", ["", "<|channel|>", "<|channel|>analysis", "<|channel|>a to=f"])
+@pytest.mark.parametrize("step", [1, 100])
+def test_a_header_that_a_budget_cuts_short_is_not_the_answers(begun: str, step: int) -> None:
+    text = f"{begun}<|end|><|start|>assistant<|channel|>final<|message|>yes"
+    pieces = [text[at : at + step] for at in range(0, len(text), step)]
+    assert harmony(pieces)[:2] == ("", "yes")
+
+
 def test_what_is_no_message_of_a_model_is_bounded() -> None:
     parser = HarmonyParser()
     found = [*parser.push("<|channel|>" + "x" * 600), *parser.push("y"), *parser.finish()]

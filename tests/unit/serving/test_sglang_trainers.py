@@ -291,7 +291,7 @@ def test_a_pickle_is_read_and_never_run() -> None:
     tensor = torch.ones(4)
     good = bucket({"a": tensor})
     flattened = "flattened_bucket"
-    assert torch.equal(read_tensors(serialized(good), flattened)["a"], tensor)
+    assert torch.equal(read_tensors(serialized(good), flattened, 1 << 20)["a"], tensor)
     far = {**good, "metadata": [*good["metadata"]]}
     far["metadata"][0].end_idx = 1 << 40
     odd = bucket({"a": tensor})
@@ -308,5 +308,21 @@ def test_a_pickle_is_read_and_never_run() -> None:
         (serialized(odd), flattened, "another size"),
     ):
         with pytest.raises(CheckpointError, match=said):
-            read_tensors(value, load_format)
+            read_tensors(value, load_format, 1 << 20)
     assert not Path("/tmp/sglang-pickle-ran").exists()
+
+
+@pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
+def test_memory_of_what_is_serialized_is_bounded(load_format: str | None) -> None:
+    """A view of four bytes may have any shape, and any number of names."""
+    tensor = torch.ones(1, dtype=torch.uint8).share_memory_()
+    wide = tensor.as_strided((1 << 33,), (0,))
+    sent: Any = [("a", wide)]
+    if load_format is not None:
+        sent = {**bucket({"a": torch.ones(1)}), "flattened_tensor": wide}
+    with pytest.raises(CheckpointError, match="more bytes than the model"):
+        read_tensors(serialized(sent), load_format, 1 << 20)
+    many = [(f"a{number}", torch.ones(1).share_memory_().expand(1 << 10)) for number in range(5)]
+    assert len(read_tensors(serialized(many[:4]), None, 1 << 14)) == 4
+    with pytest.raises(CheckpointError, match="more bytes than the model"):
+        read_tensors(serialized(many), None, 1 << 14)

@@ -50,7 +50,7 @@ def weights() -> Weights:
 
 @pytest.fixture
 def controls(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> TrainerControls:
-    def read(names: str, _: Any) -> dict[str, torch.Tensor]:
+    def read(names: str, *_: Any) -> dict[str, torch.Tensor]:
         return {name: torch.ones(1) for name in names.split()}
 
     monkeypatch.setattr(pickled_tensors, "read_tensors", read)
@@ -136,3 +136,22 @@ def test_ids_mean_clients_requests_before_answers() -> None:
         (["x", "a"], {4, 1}), ([], set()),
     ):  # fmt: skip
         assert named(ids, names) == found
+
+
+def test_an_update_takes_bytes_as_its_model_does(
+    controls: TrainerControls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever number of messages brings it."""
+    rooms = []
+
+    def read(name: str, load_format: Any, room: int) -> dict[str, torch.Tensor]:
+        rooms.append(room)
+        return {name: torch.ones(8)}
+
+    monkeypatch.setattr(pickled_tensors, "read_tensors", read)
+    controls.hold_weights()
+    for name in ("a", "b", "b"):
+        add(controls, name)
+    controls.hold_weights()
+    add(controls, "a")
+    assert [rooms[0] - room for room in rooms] == [0, 32, 64, 0]

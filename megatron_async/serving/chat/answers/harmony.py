@@ -80,6 +80,7 @@ class HarmonyParser:
         return text[at + len(MESSAGE) :]
 
     def _begin(self, header: str) -> None:
+        header = header.rpartition(START)[2]  # a budget may cut another one short
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         name = "" if recipient is None else recipient[1].removeprefix(_FUNCTIONS)
         if name in self._names:
