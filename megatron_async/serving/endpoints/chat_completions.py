@@ -91,7 +91,7 @@ async def _prompt(
 async def _tokens(
     front: Frontend, body: ChatCompletionRequest, tools: ToolUse, prompt: Prompt
 ) -> list[int]:
-    """Those of the prompt's text, or of an earlier turn that says its own and what is behind it."""
+    """The tokens of the prompt: of its text, or an earlier turn's own and those behind it."""
     turn = None
     if body.prevent_retokenization is not False and not body.continue_final_message:
         turn = kept_turn(body.messages)
