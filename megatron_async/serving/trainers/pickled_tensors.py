@@ -58,8 +58,9 @@ def read_tensors(serialized: str, load_format: str | None, most_bytes: int) -> d
         if load_format == FLATTENED:
             return _unflattened(found, room)
         return {_text(name): room.copy(_tensor_of(value)) for name, value in _pairs(found)}
+    # An AssertionError is what a torch without CUDA raises.
     except (OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError,
-            ArithmeticError, AssertionError) as error:  # the last of a torch without CUDA  # fmt: skip
+            ArithmeticError, AssertionError) as error:  # fmt: skip
         said = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
         raise CheckpointError(f"the serialized tensors cannot be read: {said}") from error
 
