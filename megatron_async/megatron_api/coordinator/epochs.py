@@ -52,6 +52,8 @@ class Epochs:
         for request_id, stamped in self._live.items():
             self._settle(stamped)
             request = stamped.request
+            if request.finish_reason is not None:
+                continue  # it has ended, and the coordinator has not been told yet
             boundary = (len(request.prompt_tokens) + len(request.generated_tokens) - 1, epoch)
             if request.policy_epoch is None:
                 request.policy_epoch = [(0, epoch)]

@@ -35,7 +35,7 @@ from megatron_async.megatron_api.coordinator.headers import (
     dialect_of,
 )
 from megatron_async.megatron_compat import installed
-from megatron_async.request.request import Status, TokenIds
+from megatron_async.request.request import FinishReason, Status, TokenIds
 from tests.support.msgpack_module import msgpack_module
 from tests.support.patience import PATIENCE_SECONDS
 from tests.support.stock_model import (
@@ -497,5 +497,9 @@ def test_epochs_say_what_sampled_and_what_filled_the_cache() -> None:
     second.counters.evictions += 1
     epochs.ended(second)
     assert second.kv_cache_epoch == [(0, 6)]
-    epochs.set(7, lambda _: True)
+    first.counters.evictions += 1
+    first.finish_reason = FinishReason.STOP  # by a step that the next epoch has waited for
+    epochs.set(7, lambda _: False)
     assert second.policy_epoch == [(0, 4), (0, 5), (0, 6)]  # it had ended
+    epochs.ended(first)
+    assert first.policy_epoch == [(0, 4), (4, 5), (5, 6)] and first.kv_cache_epoch == [(0, 6)]
