@@ -191,9 +191,12 @@ class TrainerControls:
 
     @property
     def _most_bytes(self) -> int:
-        """That an update may take: all parameters twice, in the widest dtype."""
-        owner = self._engine.model.weights_owner
-        return FLOOR_BYTES + sum(16 * value.numel() for value in owner.parameters())
+        """That an update may take: all parameters twice, in the widest dtype. A rank's own are
+        about its share of them."""
+        model = self._engine.model
+        ranks = 1 if model.group is None else model.group.layout.world_size
+        own: int = sum(value.numel() for value in model.weights_owner.parameters())
+        return FLOOR_BYTES + 16 * own * ranks
 
     def _finish(self) -> dict[str, Any]:
         name, self._name = self._name, None

@@ -57,7 +57,7 @@ def controls(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> TrainerContro
     engine: Any = SimpleNamespace(
         cache=SimpleNamespace(device=torch.device("cpu")),
         update_weights=weights.update_weights,
-        model=SimpleNamespace(weights_owner=torch.nn.Linear(1, 1)),
+        model=SimpleNamespace(weights_owner=torch.nn.Linear(1, 1), group=None),
     )
     return TrainerControls(engine, weights)
 
@@ -110,6 +110,27 @@ def test_weights_that_do_not_fit_get_no_name(controls: TrainerControls, weights:
     for number in range(MOST_NAMES + 3):
         add(controls, "a", f"v{number}", ends=True)
     assert len(weights.kept.weight_names) == MOST_NAMES
+
+
+@pytest.mark.parametrize(("ranks", "most"), ((1, 32), (8, 256)))
+def test_an_update_may_bring_what_all_ranks_have(
+    ranks: int, most: int, controls: TrainerControls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_async.serving.trainers.controls.FLOOR_BYTES", 0)
+    if ranks > 1:
+        layout = SimpleNamespace(world_size=ranks)
+        monkeypatch.setattr(controls._engine.model, "group", SimpleNamespace(layout=layout))
+    rooms: list[int] = []
+
+    def read(names: str, _: Any, room: int) -> dict[str, torch.Tensor]:
+        rooms.append(room)
+        return {name: torch.ones(1) for name in names.split()}
+
+    monkeypatch.setattr(pickled_tensors, "read_tensors", read)
+    add(controls, "a")
+    add(controls, "b c")
+    add(controls, "d")
+    assert rooms == [most, most - 4, most - 12]
 
 
 def test_an_update_of_nothing_names_what_is_served(
