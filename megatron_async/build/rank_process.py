@@ -62,8 +62,10 @@ def _run(group: Group, device: str, model: ServedModel | None = None) -> None:
     import logging
 
     from megatron_async.build.rank_model import RankModel
+    from megatron_async.processes.garbage import imports_are_over
     from megatron_async.ranks.follower import Follower
 
+    imports_are_over()
     try:
         Follower(group, RankModel(device, model)).run()
     except BaseException as error:

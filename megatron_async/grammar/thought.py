@@ -18,7 +18,8 @@ class Thought:
         opening: the token that begins it; None where the text begins inside of it.
         budget: the most tokens of it, tags not counted; None is any number.
         forced: what ends it then, with ``closing`` at its end; () is ``closing`` alone.
-        may_end: an end token may come in the midst of it.
+        may_end: an end token may come in the midst of it, and ``closing`` is a header, of which the
+            last token follows the others at once.
     """
 
     closing: tuple[int, ...]

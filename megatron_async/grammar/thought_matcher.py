@@ -31,7 +31,7 @@ class _At:
     Args:
         count: tokens of the thought.
         last: its last tokens, as many as end it.
-        forced: how many of the tokens that are forced have come.
+        due: what of the tokens that are forced is to come; None before the first of them.
         breaks: how many tokens of line breaks have come before it, or behind it.
     """
 
@@ -39,7 +39,7 @@ class _At:
     ended: bool = False
     count: int = 0
     last: tuple[int, ...] = ()
-    forced: int = 0
+    due: tuple[int, ...] | None = None
     breaks: int = 0
 
 
@@ -95,12 +95,13 @@ class ThoughtMatcher:
         return self._accept_text(self._text, token_id)
 
     def _think(self, token_id: int) -> bool:
-        thought = self._thought
+        thought, only = self._thought, self._only
+        if only is not None and token_id != only:
+            return False
         if self._is_spent:
-            if token_id != self._due[0]:
-                return False
-            self._at.forced += 1
-            if not self._due:
+            due = self._due
+            self._at.due = due[1:]
+            if len(due) == 1:
                 self._at.place, self._at.breaks = _Place.BEHIND, 0
             return True
         if token_id in self._masks.stop_ids:
@@ -127,9 +128,27 @@ class ThoughtMatcher:
 
     @property
     def _due(self) -> tuple[int, ...]:
-        """What of the forced tokens is still to come."""
-        closing = self._thought.forced or self._thought.closing
-        return closing[self._at.forced :]
+        """What is still to come of a thought that must end: where it has begun to end, or has not
+        begun, the rest of ``closing``."""
+        if self._at.due is not None:
+            return self._at.due
+        closing = self._thought.closing
+        begun = next(n for n in range(len(closing), -1, -1) if self._ends_with(closing[:n]))
+        if begun or not self._at.count or not self._thought.forced:
+            return closing[begun:]
+        return self._thought.forced
+
+    def _ends_with(self, tokens: tuple[int, ...]) -> bool:
+        return not tokens or self._at.last[-len(tokens) :] == tokens
+
+    @property
+    def _only(self) -> int | None:
+        """The one token that may come in a thought; None for many. In a header that closes it
+        nothing may come between its first tokens and its last."""
+        if self._is_spent:
+            return self._due[0]
+        *begin, end = self._thought.closing
+        return end if self._thought.may_end and begin and self._ends_with(tuple(begin)) else None
 
     @property
     def _may_end(self) -> bool:
@@ -144,9 +163,10 @@ class ThoughtMatcher:
         if self._at.ended:
             row.fill(0)
         elif self._at.place is _Place.INSIDE:
-            if self._is_spent:
+            only = self._only
+            if only is not None:
                 row.fill(0)
-                _set(row, self._due[0])
+                _set(row, only)
                 return
             row.fill(-1)
             if not self._may_end:

@@ -16,8 +16,13 @@ def expect_imports() -> None:
     gc.set_threshold(WHILE_IMPORTING)
 
 
+def imports_are_over() -> None:
+    """Look as often as Python does."""
+    gc.set_threshold(*_DEFAULT)
+
+
 def keep_all() -> None:
     """What is there now stays for good, and is not looked at again while requests wait."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*_DEFAULT)
+    imports_are_over()

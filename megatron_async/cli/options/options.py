@@ -284,8 +284,12 @@ def load_engine(model: str, config: EngineConfig) -> DynamicInferenceEngine:
     """The engine for ``--model``; shows the capture of graphs on a terminal, and logged steps."""
     from megatron_async.cli.output.progress import show_capture
     from megatron_async.engine.engine import DynamicInferenceEngine
+    from megatron_async.processes.garbage import imports_are_over
 
     if config.inference_logging_step_interval:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("megatron_async").setLevel(logging.INFO)
-    return DynamicInferenceEngine.from_pretrained(model, config, progress=show_capture)
+    try:
+        return DynamicInferenceEngine.from_pretrained(model, config, progress=show_capture)
+    finally:
+        imports_are_over()

@@ -223,16 +223,33 @@ def fill_masks(
         with ``guesses``, by place the tokens that have to come there, at least two, or none.
     """
     runs: list[tuple[int, ...]] = []
-    for place, text in enumerate(matcher.along(drafts)):
+    texts = matcher.along(drafts)
+    for place in range(1 + len(drafts)):
+        try:
+            text = next(texts, None)
+        except Exception:
+            text = None  # no mask counts behind a draft that cannot be followed, for it has none
+            if place:
+                masked[place], masks[place] = 1, 0
+        if text is None:
+            break
         masked[place] = 1
         try:
             text.fill_mask(masks[place])
         except Exception:
             masks[place] = 0
             break
-        forced = text.forced_tokens() if guesses else ()
-        runs.append(forced if len(forced) > 1 else ())
+        runs.append(_forced(text) if guesses else ())
     return tuple(runs)
+
+
+def _forced(text: Follows) -> tuple[int, ...]:
+    """At least two tokens, or none. They are guesses, and so is an error of them."""
+    try:
+        forced = text.forced_tokens()
+    except Exception:
+        return ()
+    return forced if len(forced) > 1 else ()
 
 
 def _why_nothing_may_come(matcher: Follows) -> str | None:

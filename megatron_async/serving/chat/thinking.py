@@ -108,6 +108,7 @@ class ThoughtLength:
         self._has_begun = opening is None
         self._is_over = not closing
         self._seen = 0
+        self._before = 0
         self._last: tuple[int, ...] = ()
 
     def add(self, ids: Sequence[int]) -> None:
@@ -118,8 +119,10 @@ class ThoughtLength:
             self._seen += 1
             if not self._has_begun:
                 self._has_begun = token == self._opening
+                self._before = self._seen - 1
                 self._is_over = not self._has_begun and self._seen > MOST_BEFORE
+            if not self._has_begun:
                 continue
-            self.count = self._seen
+            self.count = self._seen - self._before
             self._last = (*self._last, token)[-len(self._closing) :]
             self._is_over = self._last == self._closing

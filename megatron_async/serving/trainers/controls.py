@@ -130,14 +130,16 @@ class TrainerControls:
         Args:
             ends: it is the update's last, unless weights are held.
             partial: the update may lack parameters.
-            called: a name of the weights; another one than before begins an update.
+            called: a name of the weights; another one than before begins an update, and a bucket
+                without one belongs to the update that is open.
         """
         with self._weights.only_update():
-            if self._transfer.is_open and called != self._name:
+            is_other = None not in (called, self._name) and called != self._name
+            if self._transfer.is_open and is_other:
                 self._transfer.forget()
             if not self._transfer.is_open:
                 self._transfer.start(partial=partial)
-            self._name, self._is_bucketed = called, True
+            self._name, self._is_bucketed = called or self._name, True
             if announced is not None:
                 count = self._transfer.receive(**announced)
             else:

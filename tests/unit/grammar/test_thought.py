@@ -94,11 +94,24 @@ def test_a_budget_ends_the_thought(budget: int) -> None:
     forced = [*TOKENIZER.tokenize(" so"), *CLOSE]
     text = matcher(budget=budget, forced=forced)
     take(text, *TOKENIZER.tokenize("x" * budget))
+    forced = forced if budget else CLOSE
     assert text.forced_tokens() == tuple(forced)
     for token in forced:
         assert allowed(text) == {token}
         take(text, token)
     assert allowed(text) == DIGITS | {BREAK}
+
+
+def test_a_budget_that_ends_inside_of_the_tag_goes_on_with_it() -> None:
+    text = take(matcher(budget=2, forced=[OPEN, *CLOSE]), OPEN, CLOSE[0])
+    assert allowed(text) == {CLOSE[1]} and text.forced_tokens() == (CLOSE[1],)
+    assert allowed(take(text, CLOSE[1])) == DIGITS | {BREAK}
+
+
+def test_nothing_comes_between_the_parts_of_a_header() -> None:
+    text = take(matcher(may_end=True), *TOKENIZER.tokenize("ab"), CLOSE[0])
+    assert allowed(text) == {CLOSE[1]} and not text.accept(OPEN)
+    assert OPEN in allowed(take(matcher(), CLOSE[0])), "another tag's first token is a text's too"
 
 
 def test_end_tokens_may_come_where_it_says_so() -> None:

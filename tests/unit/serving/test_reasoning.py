@@ -108,7 +108,8 @@ HARMONY = {
     "<|channel|>analysis<|message|>never <|en": ("never <|en", "", []),
     "<|channel|>final<|message|>a<|start|>assistant<|channel|>final<|message|>b": ("", "ab", []),
     "no header": ("", "no header", []),
-    "to": ("", "", []),
+    "to": ("", "to", []),
+    "t": ("", "t", []),
     "<|channel|>fin": ("", "", []),
 }  # fmt: skip
 

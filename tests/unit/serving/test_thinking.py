@@ -152,7 +152,7 @@ def test_a_tag_of_several_tokens_opens_no_structure() -> None:
 @pytest.mark.parametrize(
     ("text", "count"),
     (
-        ("<think>so</think>yes", 4), ("yes", 0), ("\n<think>so", 4), ("\n\n\n\n<think>so", 0),
+        ("<think>so</think>yes", 4), ("yes", 0), ("\n<think>so", 3), ("\n\n\n\n<think>so", 0),
         ("<think></think>", 2),
     ),
 )  # fmt: skip

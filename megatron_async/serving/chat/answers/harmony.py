@@ -60,7 +60,7 @@ class HarmonyParser:
         """What is left when no more text comes."""
         if self._header is None:
             self._add(self._held)
-        elif not _is_header(self._header + self._held):
+        elif "<|" not in self._header + self._held:  # it was no header
             self._add(self._header + self._held)
         self._header, self._held = "", ""
         return self._taken()
