@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,13 @@ import torch
 from torch import Tensor
 
 from megatron_async.checkpoint.native import stored_dtype
+from megatron_async.checkpoint.reading.files import weight_files
 from megatron_async.checkpoint.reading.finite import check_finite
 from megatron_async.checkpoint.reading.json_file import one_line
+from megatron_async.checkpoint.reading.regular_files import Watched
 from megatron_async.checkpoint.targets import EMBEDDING, OUTPUT, check_has_values
 from megatron_async.errors import CheckpointError
-from megatron_async.weights.source import ModelDirectory, WeightSource, source_of
+from megatron_async.weights.source import ModelDirectory, WeightsFile, WeightSource, source_of
 from megatron_async.weights.targets import Names, Shares, are_the_same
 from megatron_async.weights.tensor_info import TensorInfo, infos_of
 
@@ -46,20 +49,28 @@ def read_weights(
 
     Raises:
         CheckpointError: a name, a shape, a dtype or a directory's config.json does not fit,
-            elements of a tensor are not finite in the model's dtype, or the first of the copies
-            fails; the model is unchanged.
+            elements of a tensor are not finite in the model's dtype, the first of the copies fails,
+            or a file has changed since it was checked; the model is unchanged.
     """
     found = source_of(source)
     stored = found.stored(model) if isinstance(found, ModelDirectory) else None
     if stored is not None:
-        return _place_stored(stored, allow_non_finite_weights=allow_non_finite_weights).copy
-    return place(
+        return _place_stored(stored, allow_non_finite_weights=allow_non_finite_weights)
+    given = found.read(model)
+    watched = Watched([Path(found.path)] if isinstance(found, WeightsFile) else [])
+    placement = place(
         model,
-        found.read(model),
+        given,
         whole=False,
         allow_non_finite_weights=allow_non_finite_weights,
         all_parameters=all_parameters,
-    ).copy
+    )
+    return functools.partial(_copy_unchanged, placement, watched)
+
+
+def _copy_unchanged(placement: Placement, watched: Watched) -> None:
+    watched.check()
+    placement.copy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +102,24 @@ class Placement:
                     ) from error
 
 
-def _place_stored(stored: SafetensorsWeights, *, allow_non_finite_weights: bool) -> Placement:
-    """Check the tensors of a model's files, all of which are there, and find where each goes.
+def _place_stored(
+    stored: SafetensorsWeights, *, allow_non_finite_weights: bool
+) -> Callable[[], None]:
+    """Check the tensors of a model's files, all of which are there, and find where each goes. The
+    result copies them.
 
     Raises:
         CheckpointError: see :func:`read_weights`.
     """
     tensors = stored.tensors()
+    watched = Watched(weight_files(stored.directory)[0])
     targets = [stored.targets[name] for name in tensors]
     if not allow_non_finite_weights:
         pairs = zip(tensors.items(), targets, strict=True)
         each = ((name, tensor, target.view.dtype) for (name, tensor), target in pairs)
         check_finite("the new weights", each)
-    return Placement(tensors, list(targets))
+    placement = Placement(tensors, list(targets))
+    return functools.partial(_copy_unchanged, placement, watched)
 
 
 def place(

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
+from typing import BinaryIO
 
 from megatron_async.errors import CheckpointError
 
@@ -83,3 +85,33 @@ def read_range(path: Path, start: int, length: int) -> bytes:
             return file.read(length)
     except OSError as error:
         raise unreadable(path, error) from error
+
+
+class Watched:
+    """Files whose memory is read again later. Another file of the same name changes nothing; one
+    that is cut short in the meantime would end the process.
+
+    Raises:
+        CheckpointError: one cannot be opened.
+    """
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._files: list[tuple[Path, BinaryIO, tuple[int, int]]] = []
+        for path in paths:
+            try:
+                file = path.open("rb")  # closed with this object
+            except OSError as error:
+                raise unreadable(path, error) from error
+            self._files.append((path, file, _state(file)))
+
+    def check(self) -> None:
+        """Raise CheckpointError if one was written to."""
+        for path, file, state in self._files:
+            if _state(file) != state:
+                said = "was written to while its weights were read, and none was taken"
+                raise CheckpointError(f"{path}: {said}; write another file, and rename it")
+
+
+def _state(file: BinaryIO) -> tuple[int, int]:
+    found = os.fstat(file.fileno())
+    return found.st_size, found.st_mtime_ns

@@ -57,12 +57,13 @@ class EngineService:
         from megatron_async.megatron_api.coordinator.coordinator import Coordinator
 
         check_keywords("start_listening_to_data_parallel_coordinator()", COORDINATOR, given)
-        if self._coordinator is not None:
-            if self._coordinator.is_alive:
-                raise ConfigError(f"the engine listens already, at {self._coordinator.address}")
-            self._coordinator.close()
+        if self.listens and self.states.state is not EngineState.STOPPED:
+            assert self._coordinator is not None
+            raise ConfigError(f"the engine listens already, at {self._coordinator.address}")
         if self._engine.suspended:
             raise ConfigError("the engine is suspended; resume() it before clients come")
+        if self._coordinator is not None:
+            self._coordinator.close()
         coordinator = Coordinator(self, self.states, host, port)
         try:
             self._engine.start()

@@ -40,6 +40,17 @@ _IN_MEMORY = Path("/dev/shm")
 _HEADER = 64
 """Bytes in front of a storage in torch's files in memory."""
 
+_UNREADABLE = (
+    OSError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,  # of a torch without CUDA
+)
+
 
 def read_tensors(serialized: str, load_format: str | None, most_bytes: int) -> dict[str, Tensor]:
     """Tensors by name, in memory of their own.
@@ -58,9 +69,7 @@ def read_tensors(serialized: str, load_format: str | None, most_bytes: int) -> d
         if load_format == FLATTENED:
             return _unflattened(found, room)
         return {_text(name): room.copy(_tensor_of(value)) for name, value in _pairs(found)}
-    # An AssertionError is what a torch without CUDA raises.
-    except (OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError,
-            ArithmeticError, AssertionError) as error:  # fmt: skip
+    except _UNREADABLE as error:
         said = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
         raise CheckpointError(f"the serialized tensors cannot be read: {said}") from error
 

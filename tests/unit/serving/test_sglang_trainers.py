@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import CheckpointError
@@ -326,3 +327,20 @@ def test_memory_of_what_is_serialized_is_bounded(load_format: str | None) -> Non
     assert len(read_tensors(serialized(many[:4]), None, 1 << 14)) == 4
     with pytest.raises(CheckpointError, match="more bytes than the model"):
         read_tensors(serialized(many), None, 1 << 14)
+
+
+class OnGpu:
+    """A tensor of CUDA's, whatever torch this is."""
+
+    def __reduce__(self) -> Any:
+        size, handle = torch.Size([1]), (0, b"h" * 64, 4, 0, False, b"r", 0, b"e", True)
+        storage = torch.storage.TypedStorage
+        whole = (torch.Tensor, size, (1,), 0, storage, torch.float32, *handle)
+        return rebuild_cuda_tensor, whole
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has another answer")
+def test_a_tensor_of_a_gpu_is_refused_where_there_is_none() -> None:
+    sent = base64.b64encode(pickle.dumps([("a", OnGpu())])).decode()
+    with pytest.raises(CheckpointError, match="the serialized tensors cannot be read"):
+        read_tensors(sent, None, 1 << 20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,47 @@ def test_what_does_not_fit_leaves_the_old_ones(
     with pytest.raises(CheckpointError, match=said):
         read_weights(served, new)
     assert all(old[name].equal(parameter) for name, parameter in served.named_parameters())
+
+
+def cut_short(file: Path) -> None:
+    os.truncate(file, 100)
+
+
+def overwritten(file: Path) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(-64, os.SEEK_END)
+        opened.write(b"\xff" * 64)
+    os.utime(file, ns=(1, 1))  # another time, whatever the file system's clock
+
+
+@pytest.mark.parametrize("changed", (cut_short, overwritten))
+@pytest.mark.parametrize("whole", (True, False))
+def test_a_file_that_changes_before_the_copy_leaves_the_old_ones(
+    changed: Any, whole: bool, tmp_path: Path
+) -> None:
+    """Files are read by their memory, where one that is cut short would end the process."""
+    new = write("llama_tied", tmp_path)
+    served = load_pretrained(new).model
+    if not whole:
+        save_file(load_file(new / FILE), tmp_path / "new.safetensors")
+    file = new / FILE if whole else tmp_path / "new.safetensors"
+    old, replace = parameters(served), read_weights(served, new if whole else file)
+    changed(file)
+    with pytest.raises(CheckpointError, match="was written to while its weights were read"):
+        replace()
+    assert all(old[name].equal(parameter) for name, parameter in served.named_parameters())
+
+
+def test_a_directory_may_vanish_or_be_replaced_before_the_copy(tmp_path: Path) -> None:
+    new = write("llama_tied", tmp_path)
+    served = load_pretrained(new).model
+    tensors = {name: tensor * 3 for name, tensor in load_file(new / FILE).items()}
+    save_file(tensors, new / FILE)
+    replace = read_weights(served, new)
+    (new / FILE).unlink()
+    save_file({"other": torch.ones(1)}, new / FILE)
+    replace()
+    assert served.embedding.word_embeddings.weight.equal(tensors["model.embed_tokens.weight"])
 
 
 def test_an_equal_tied_head_is_taken(tmp_path: Path) -> None:

@@ -437,6 +437,25 @@ def test_an_epoch_begins_with_nothing_in_flight(model: Any) -> None:
     run(scenario)
 
 
+def test_a_stopped_engine_listens_again_without_a_shutdown(model: Any, expected: Any) -> None:
+    async def scenario() -> None:
+        async with listening(model) as (engine, client):
+            await client.pause_engines()
+            await client.stop_engines()
+            with pytest.raises(ConfigError, match="suspended"):
+                await engine.start_listening_to_data_parallel_coordinator()
+            assert (await client.add_request("Hello", GREEDY)).failed(), "it is answered still"
+            engine.resume()
+            address = await engine.start_listening_to_data_parallel_coordinator()
+            second = InferenceClient(address, deserialize=True)
+            second.start()
+            record = await second.add_request("abc", GREEDY)
+            assert record.generated_tokens == expected["abc"][:NEW]
+            second.stop()
+
+    run(scenario)
+
+
 def test_an_engine_listens_once(model: Any) -> None:
     async def scenario() -> None:
         async with listening(model) as (engine, client):
