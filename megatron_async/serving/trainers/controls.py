@@ -204,7 +204,7 @@ class TrainerControls:
     def _most_bytes(self) -> int:
         """That an update may take: all parameters twice, in the widest dtype."""
         owner = self._engine.model.weights_owner
-        return FLOOR_BYTES + sum(16 * value.numel() for value in owner.parameters())
+        return FLOOR_BYTES + 16 * sum(int(value.numel()) for value in owner.parameters())
 
     def _finish(self) -> dict[str, Any]:
         name, self._name = self._name, None
