@@ -106,14 +106,19 @@ class WeightTransfer:
         shapes: Sequence[Any],
         packed: bool,
         buffer_bytes: int | None = None,
+        *,
+        most_bytes: int | None = None,
     ) -> int:
         """Take the announced tensors; returns how many the update has now. An error ends the
         update, which would not be whole.
 
+        Args:
+            most_bytes: that they may take; None for any number.
+
         Raises:
             RequestError: there is no group, or no update was started.
-            CheckpointError: what is announced are no tensors, one comes twice, or the trainer has
-                ended.
+            CheckpointError: what is announced are no tensors, one comes twice, they take too many
+                bytes, or the trainer has ended.
         """
         if self._group is None:
             raise RequestError("there is no weight-transfer group; init_weight_transfer_engine")
@@ -127,6 +132,10 @@ class WeightTransfer:
             )
         each = zip(names, dtypes, shapes, strict=True)
         infos = announced([list(one) for one in each])
+        total = sum(info.nbytes for info in infos)
+        if most_bytes is not None and total > most_bytes:
+            said = f"the new weights take {total:,} bytes, and the model's at most {most_bytes:,}"
+            raise CheckpointError(f"{said}; send its parameters alone, once")
         packed = packed or self._packed
         arrived |= Announced(self._group, infos, packed, buffer_bytes or BUFFER_BYTES).read()
         self._arrived = arrived

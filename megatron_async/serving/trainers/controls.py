@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import RequestError
+from megatron_async.models import parallel
 from megatron_async.serving.engine_side.control_threads import Call
 from megatron_async.serving.messages import Kept
 from megatron_async.weights.targets import covers
@@ -88,7 +89,7 @@ class TrainerControls:
     def receive_weights(self, **announced: Any) -> dict[str, Any]:
         """Take tensors of the group's trainer, beside those that are served."""
         with self._weights.only_update():
-            return {"tensors": self._transfer.receive(**announced)}
+            return {"tensors": self._transfer.receive(**announced, most_bytes=self._room)}
 
     def finish_weight_update(self) -> dict[str, Any]:
         """Replace the weights by all that has come. They are in no file: should this process end,
@@ -141,12 +142,12 @@ class TrainerControls:
                 self._transfer.start(partial=partial)
             self._name, self._is_bucketed = called or self._name, True
             if announced is not None:
-                count = self._transfer.receive(**announced)
+                count = self._transfer.receive(**announced, most_bytes=self._room)
             else:
                 from megatron_async.serving.trainers.pickled_tensors import read_tensors
 
                 assert serialized is not None
-                room = self._most_bytes - self._transfer.nbytes
+                room = self._room
                 count = self._transfer.add(lambda: read_tensors(serialized, load_format, room))
             return self._finish() if ends and not self._holds else {"tensors": count}
 
@@ -201,10 +202,14 @@ class TrainerControls:
         return FLOOR_BYTES + 16 * own * ranks
 
     @property
-    def _most_bytes(self) -> int:
-        """That an update may take: all parameters twice, in the widest dtype."""
+    def _room(self) -> int:
+        """Bytes that an update may still bring: that of all parameters, of all ranks, is twice
+        their number in the widest dtype."""
+        place = parallel.current()
+        ranks = 1 if place is None else place.layout.world_size
         owner = self._engine.model.weights_owner
-        return FLOOR_BYTES + 16 * sum(int(value.numel()) for value in owner.parameters())
+        count = sum(int(value.numel()) for value in owner.parameters())
+        return FLOOR_BYTES + 16 * count * ranks - self._transfer.nbytes
 
     def _finish(self) -> dict[str, Any]:
         name, self._name = self._name, None

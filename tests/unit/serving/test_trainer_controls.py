@@ -176,3 +176,17 @@ def test_an_update_takes_bytes_as_its_model_does(
     controls.hold_weights()
     add(controls, "a")
     assert [rooms[0] - room for room in rooms] == [0, 32, 64, 0]
+
+
+@pytest.mark.parametrize("is_bucket", [True, False])
+def test_what_is_announced_is_not_larger_than_the_model(
+    is_bucket: bool, controls: TrainerControls
+) -> None:
+    controls._transfer._group = SimpleNamespace(device="cpu", close=lambda: None)  # type: ignore[assignment]
+    announced = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1 << 39]], "packed": False}
+    with pytest.raises(CheckpointError, match="the model's at most"):
+        if is_bucket:
+            controls.add_weights(ends=False, partial=False, announced=announced)
+        else:
+            controls.start_weight_update()
+            controls.receive_weights(**announced)
