@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import RequestError
-from megatron_async.models import parallel
 from megatron_async.serving.engine_side.control_threads import Call
 from megatron_async.serving.messages import Kept
 from megatron_async.weights.targets import covers
@@ -203,13 +202,8 @@ class TrainerControls:
 
     @property
     def _room(self) -> int:
-        """Bytes that an update may still bring: that of all parameters, of all ranks, is twice
-        their number in the widest dtype."""
-        place = parallel.current()
-        ranks = 1 if place is None else place.layout.world_size
-        owner = self._engine.model.weights_owner
-        count = sum(int(value.numel()) for value in owner.parameters())
-        return FLOOR_BYTES + 16 * count * ranks - self._transfer.nbytes
+        """Bytes that an update may still bring."""
+        return self._most_bytes - self._transfer.nbytes
 
     def _finish(self) -> dict[str, Any]:
         name, self._name = self._name, None
