@@ -62,6 +62,18 @@ def parse_json(text: bytes) -> Any:
         raise ValueError(str(error)) from None
 
 
+def parse_msgpack(data: bytes) -> Any:
+    """The value of msgpack that others have written, in Python's own types.
+
+    Raises:
+        ValueError: it is no msgpack; says why.
+    """
+    try:
+        return msgspec.msgpack.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+
+
 class Codec(Generic[T]):
     """Messages as msgpack.
 

@@ -20,6 +20,7 @@ from megatron_async.request.fields import (
 from megatron_async.sampling_params import SamplingParams
 
 Request = TypeVar("Request")
+_LATER = ("policy_epoch", "kv_cache_epoch")
 _TOPS = ("generated_top_n_logprobs", "prompt_top_n_logprobs")
 
 
@@ -38,6 +39,9 @@ def request_to_json(request: Any) -> dict[str, Any]:
             for event in request.events
         ],
     }
+    for name in _LATER:
+        if values[name] is None:  # earlier versions do not know it
+            del values[name]
     for name in _TOPS:
         if values[name] is not None:
             values[name] = [_top_to_json(top) for top in values[name]]

@@ -532,7 +532,7 @@ def test_info_prints_the_spec_of_an_engine(capsys: pytest.CaptureFixture[str]) -
     assert main(["info", "--model", "tiny", "--json"]) == 0
     engine = json.loads(capsys.readouterr().out)["engine"]
     assert engine["sizes"]["max_requests"] == engine["limits"]["max_requests"] == 64
-    assert engine["drafting"] == ["nothing", 0, False]
+    assert engine["drafting"] == ["nothing", 0, False, False]
     assert engine["layout"] == {"tensor": 1, "pipeline": 1, "expert": 1}
     assert main(["info", "--model", "tiny"]) == 0
     said = f"64 requests of up to {engine['sizes']['max_sequence_length']:,} tokens, "

@@ -12,8 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import msgspec
-
+from megatron_async.codec import encode
 from megatron_async.errors import RequestError
 from megatron_async.megatron_api.coordinator.headers import OUR_NAME, OURS, Headers
 from megatron_async.megatron_api.coordinator.sockets import SocketThread, read_message
@@ -258,7 +257,7 @@ class InferenceClient:
     def _post(self, header: Headers, *fields: Any) -> None:
         if self._thread is None:
             return
-        data = msgspec.msgpack.encode([OURS.numbers[header], *fields])
+        data = encode([OURS.numbers[header], *fields])
         self._thread.call(functools.partial(self._thread.send, data))
 
     def _take(self, frames: list[bytes]) -> None:

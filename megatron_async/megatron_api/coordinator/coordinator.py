@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import msgspec
-
+from megatron_async.codec import encode
 from megatron_async.errors import ConfigError, EngineStoppedError, RequestError
 from megatron_async.megatron_api.coordinator.epochs import Epochs, FinishedRequestRecord
 from megatron_async.megatron_api.coordinator.headers import Dialect, Headers, dialect_of
@@ -162,7 +161,7 @@ class Coordinator:
 
     def _send(self, client: bytes, header: Headers, *fields: Any) -> None:
         number = self._clients[client].numbers[header]
-        self._thread.send(client, msgspec.msgpack.encode([number, *fields]))
+        self._thread.send(client, encode([number, *fields]))
 
     # --- requests -----------------------------------------------------------------------------
 

@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
+from megatron_async.codec import parse_msgpack
 from megatron_async.errors import ConfigError
 
 LINGER_MS = 1000
@@ -35,8 +34,8 @@ def zmq_module() -> Any:
 
 def read_message(data: bytes) -> list[Any] | None:
     """A list with something in it; None for anything else that came."""
-    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        message = msgspec.msgpack.decode(data)
+    with contextlib.suppress(ValueError):
+        message = parse_msgpack(data)
         if isinstance(message, list) and message:
             return message
     return None

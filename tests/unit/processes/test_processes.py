@@ -77,8 +77,8 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 
 def test_processes_are_started_in_the_kit_alone() -> None:
-    """But for what outlives its parent to clean up behind Ray, the wait for several ranks, and what
-    is measured."""
+    """But for what outlives its parent to clean up behind Ray, the wait for several ranks, what is
+    measured, and servers that trainers start as their users do."""
     others = {
         path.relative_to(PACKAGE).as_posix(): sorted(imports_of(path) & OF_PROCESSES)
         for path in PACKAGE.rglob("*.py")
@@ -90,6 +90,7 @@ def test_processes_are_started_in_the_kit_alone() -> None:
         "ranks/group.py": ["multiprocessing.connection"],
         "benchmark/measuring/server_load.py": ["multiprocessing"],
         "contrib/transformers/benchmarks/rows.py": ["subprocess"],
+        "contrib/trainers/server_process.py": ["subprocess"],
     }
     assert len(list((PACKAGE / "processes").glob("*.py"))) <= 14
 
