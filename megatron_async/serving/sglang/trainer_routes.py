@@ -109,8 +109,9 @@ def _add_generation(app: FastAPI, front: Frontend) -> None:
     @needs(Access.ADMINISTRATOR)
     async def pause_generation(body: PauseGeneration | None = None) -> Response:
         mode = "abort" if body is None else body.mode
-        await ask(front, "pause", mode="abort" if mode == "abort" else "keep")
+        # First what may be refused: an update may be under way.
         await ask(front, "hold_weights", recompute=mode != "in_place")
+        await ask(front, "pause", mode="abort" if mode == "abort" else "keep")
         return _done("Generation paused")
 
     @app.post("/continue_generation", response_model=None)
