@@ -213,12 +213,12 @@ class AdapterMethods:
     async def resume(self, tags: Sequence[str]) -> None:
         """Take the memory of weights or of the KV cache."""
         if _field(self.config, "free_cache_engine", True):
-            (await self._server()).restore(tags)
+            await asyncio.to_thread((await self._server()).restore, tags)
 
     async def release(self) -> None:
         """Give the memory of both back."""
         if _field(self.config, "free_cache_engine", True):
-            (await self._server()).release()
+            await asyncio.to_thread((await self._server()).release)
 
     async def update_weights(
         self,
@@ -241,14 +241,14 @@ class AdapterMethods:
         total = 0
         async for name, tensor in _each(weights):
             if bucket and total + tensor.nbytes > most:
-                client.send_bucket(bucket)
+                await asyncio.to_thread(client.send_bucket, bucket)
                 bucket, total = {}, 0
             # verl's generators reuse the memory of a tensor that they have given.
             bucket[name] = tensor.detach().clone()
             total += tensor.nbytes
         if bucket:
-            client.send_bucket(bucket)
-        client.end_update()
+            await asyncio.to_thread(client.send_bucket, bucket)
+        await asyncio.to_thread(client.end_update)
 
 
 _MEGABYTES = "update_weights_bucket_megabytes"
