@@ -81,7 +81,8 @@ def test_budgets_and_structures_have_the_models_tags(family: Any) -> None:
     assert format == "openai_gptoss" or size == 1
     counter = thinking.counter()
     counter.add(ids)
-    assert counter.count == ends[0] + size
+    begin = 0 if thought.opening is None else ids.index(thought.opening)
+    assert counter.count == ends[0] + size - begin
 
 
 def test_a_template_that_does_not_think_ends_the_thought() -> None:
@@ -98,5 +99,5 @@ def test_a_tokenizer_without_the_tag_is_named() -> None:
     directory = available(lambda: real_tokenizers.tokenizer_directory("deepseek_v3"))
     chat = Chat(ChatTemplates.from_directory(directory), reasoning_format="deepseek_r1")
     thinking = chat.thinking(Tokenizer.from_directory(directory), "a")
-    with pytest.raises(ApiError, match="writes </think> in several tokens"):
+    with pytest.raises(ApiError, match="writes </think> in "):
         thinking.guide(SamplingParams(), 5)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from megatron_async.tokenizer.tokenizer import Tokenizer  # which imports torch
 
 
+MOST_OF_HEADER = 8
+"""Tokens of a header: two markers, and a name between them, maybe in letters."""
 MOST_BEFORE = 2
 """Tokens of whitespace in front of a thought."""
 
@@ -40,7 +42,7 @@ class Thinking:
             tuple(tokenizer.tokenize(text)) for text in (tags.closing, tags.forced)
         )
         # Where no token stands for it, other tokens may spell it in a text.
-        self._is_exact = tags.may_end or len(self._closing) == 1
+        self._is_exact = len(self._closing) <= (MOST_OF_HEADER if tags.may_end else 1)
         if tags.opening is not None:
             ids = tokenizer.tokenize(tags.opening)
             # Written in several tokens it cannot be told from the beginning of another text.
@@ -72,7 +74,8 @@ class Thinking:
             what = "structured outputs" if budget is None else "thinking_budget"
             raise ApiError(
                 400,
-                f"{what}: this model's tokenizer writes {self._tags.closing} in several tokens, so "
+                f"{what}: this model's tokenizer writes {self._tags.closing} in "
+                f"{len(self._closing)} tokens, so "
                 "nobody knows where its thought ends; leave it out, or start the server without "
                 "--reasoning-parser",
                 param=None if budget is None else "thinking_budget",

@@ -145,8 +145,10 @@ def test_a_tag_of_several_tokens_opens_no_structure() -> None:
     assert thought is None and structure is not None
     for more, field in ((body, None), (MESSAGES | {"thinking_budget": 2}, "thinking_budget")):
         *_, answer = asked(more, tokenizer=plain, end="<think>")
-        assert "writes </think> in several tokens" in answer["error"]["message"]
+        assert "writes </think> in " in answer["error"]["message"]
         assert answer["error"]["param"] == field
+    *_, answer = asked(body, tokenizer=plain, format="openai_gptoss")
+    assert "writes <|channel|>final<|message|> in 27 tokens" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(
