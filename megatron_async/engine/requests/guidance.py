@@ -227,18 +227,13 @@ def fill_masks(
     for place in range(1 + len(drafts)):
         try:
             text = next(texts, None)
-        except Exception:
-            text = None  # no mask counts behind a draft that cannot be followed, for it has none
-            if place:
-                masked[place], masks[place] = 1, 0
-        if text is None:
+            if text is None:
+                break
+            text.fill_mask(masks[place])
+        except Exception:  # of the library: nobody knows what may come here
+            masks[place], masked[place] = 0, 1
             break
         masked[place] = 1
-        try:
-            text.fill_mask(masks[place])
-        except Exception:
-            masks[place] = 0
-            break
         runs.append(_forced(text) if guesses else ())
     return tuple(runs)
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
+from megatron_async.engine.requests.guidance import fill_masks
+from megatron_async.grammar.matcher import along
 from megatron_async.request.request import FinishReason
 from megatron_async.sampling_params import SamplingParams
 from tests.support.drafting_model import DraftingHashModel
@@ -171,3 +175,50 @@ def test_ends_at_each_place_of_a_window(depth: int, stop_ids: tuple[int, ...]) -
     assert all(reason is FinishReason.STOP for _, reason, *_ in plain)
     lengths = {len(tokens) - bool(stop_ids) for tokens, *_ in plain}
     assert lengths == set(range(1, 8))
+
+
+class Breaks:
+    """A text whose library fails at one point: at a mask, at a draft, or in looking ahead."""
+
+    def __init__(self, at: str, taken: int = 0) -> None:
+        self.at, self.taken = at, taken
+
+    def accept(self, token: int) -> bool:
+        if self.at == "draft" and self.taken:
+            raise RuntimeError("broken")
+        self.taken += 1
+        return True
+
+    def fill_mask(self, row: Any) -> None:
+        if self.at == "mask" and self.taken:
+            raise RuntimeError("broken")
+        row.fill(-1)
+
+    def forced_tokens(self) -> tuple[int, ...]:
+        if self.at == "ahead":
+            raise RuntimeError("broken")
+        return (1, 2)
+
+    def along(self, drafts: Sequence[int]) -> Iterator[Breaks]:
+        return along(self, drafts)
+
+    def copy(self) -> Breaks:
+        return Breaks(self.at, self.taken)
+
+
+@pytest.mark.parametrize(
+    ("at", "allow", "runs"),
+    (
+        ("mask", [-1, 0, 7], ((1, 2),)),
+        ("draft", [-1, -1, 0], ((1, 2), (1, 2))),
+        ("ahead", [-1, -1, -1], ((), (), ())),
+    ),
+)
+def test_a_place_whose_grammar_breaks_allows_nothing_and_others_go_on(
+    at: str, allow: list[int], runs: tuple[tuple[int, ...], ...]
+) -> None:
+    masks, masked = np.full((3, 1), 7, np.int32), np.zeros(3, np.int32)
+    text: Any = Breaks(at)
+    assert fill_masks(text, [5, 6], masks, masked, guesses=True) == runs
+    assert masks[:, 0].tolist() == allow
+    assert masked.tolist() == [int(words != 7) for words in allow]
