@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,12 +14,38 @@ Event = dict[str, Any]
 
 
 @dataclass(slots=True)
-class _Message:
-    """An assistant's message that has begun."""
+class _Text(ABC):
+    """An item of one part that has begun."""
 
     item_id: str
     place: int
     text: list[str] = field(default_factory=list)
+
+    @property
+    @abstractmethod
+    def part(self) -> dict[str, Any]:
+        """Its one part, with what it has so far."""
+
+    @abstractmethod
+    def item(self, status: str) -> dict[str, Any]:
+        """The item as it is by now, empty at first."""
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """Its place in the response."""
+        return {"item_id": self.item_id, "output_index": self.place, "content_index": 0}
+
+    def begin(self) -> Iterator[Event]:
+        """Events of its beginning."""
+        item = self.item("in_progress")
+        yield {"type": "response.output_item.added", "output_index": self.place, "item": item}
+        yield {"type": "response.content_part.added", **self.where, "part": self.part}
+
+
+@dataclass(slots=True)
+class _Message(_Text):
+    """An assistant's message that has begun."""
+
     log_probs: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -36,17 +63,6 @@ class _Message:
         content = [] if status == "in_progress" else [self.part]
         role = {"role": "assistant", "content": content}
         return {"id": self.item_id, "type": "message", "status": status, **role}
-
-    @property
-    def where(self) -> dict[str, Any]:
-        """Its place in the response."""
-        return {"item_id": self.item_id, "output_index": self.place, "content_index": 0}
-
-    def begin(self) -> Iterator[Event]:
-        """Events of its beginning."""
-        item = self.item("in_progress")
-        yield {"type": "response.output_item.added", "output_index": self.place, "item": item}
-        yield {"type": "response.content_part.added", **self.where, "part": self.part}
 
     def add(self, text: str, log_probs: list[dict[str, Any]]) -> Event:
         """More of it."""
@@ -110,12 +126,8 @@ class _Call:
 
 
 @dataclass(slots=True)
-class _Thought:
+class _Thought(_Text):
     """A thought that has begun; its part is ``reasoning_text``, as OpenAI's open models have it."""
-
-    item_id: str
-    place: int
-    text: list[str] = field(default_factory=list)
 
     @property
     def part(self) -> dict[str, Any]:
@@ -127,17 +139,6 @@ class _Thought:
         content = [] if status == "in_progress" else [self.part]
         said = {"summary": [], "content": content, "status": status}
         return {"id": self.item_id, "type": "reasoning", **said}
-
-    @property
-    def where(self) -> dict[str, Any]:
-        """Its place in the response."""
-        return {"item_id": self.item_id, "output_index": self.place, "content_index": 0}
-
-    def begin(self) -> Iterator[Event]:
-        """Events of its beginning."""
-        item = self.item("in_progress")
-        yield {"type": "response.output_item.added", "output_index": self.place, "item": item}
-        yield {"type": "response.content_part.added", **self.where, "part": self.part}
 
     def add(self, text: str) -> Event:
         """More of it."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 
-from megatron_async.serving.chat.answers.reasoning import Thought
+from megatron_async.serving.chat.answers.partial import begun
+from megatron_async.serving.chat.answers.reasoning import ThoughtText
 from megatron_async.serving.chat.answers.tool_calls import ToolCallDelta, new_call_id
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
@@ -23,7 +24,7 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _FUNCTIONS = "functions."
 
-Part = Thought | ToolCallDelta | str
+Part = ThoughtText | ToolCallDelta | str
 
 
 class HarmonyParser:
@@ -88,7 +89,7 @@ class HarmonyParser:
             self._out.append(ToolCallDelta(index, self._new_id(), name))
             self._into = lambda text: ToolCallDelta(index, arguments=text)
         elif channel is not None and channel[1] == "analysis":
-            self._into = Thought
+            self._into = ThoughtText
         else:
             self._into = str
 
@@ -99,7 +100,7 @@ class HarmonyParser:
             self._add(text[:at])
             self._header = ""
             return text[at:] if end == START else text[at + len(end) :]
-        kept = max(_partial(text, end) for end in _ENDS)
+        kept = max(begun(text, end) for end in _ENDS)
         self._add(text[: len(text) - kept])
         self._held = text[len(text) - kept :]
         return ""
@@ -130,7 +131,7 @@ class HarmonyThought:
 
 
 def _apart(parts: list[Part]) -> tuple[str, str]:
-    thought = "".join(part.text for part in parts if isinstance(part, Thought))
+    thought = "".join(part.text for part in parts if isinstance(part, ThoughtText))
     return thought, "".join(part for part in parts if isinstance(part, str))
 
 
@@ -139,8 +140,3 @@ def _is_header(text: str) -> bool:
     begin = text.lstrip()
     openings = (START, CHANNEL, MESSAGE, "to=")
     return any(begin.startswith(each) or each.startswith(begin) for each in openings)
-
-
-def _partial(text: str, marker: str) -> int:
-    """Characters at the end that may be the beginning of ``marker``."""
-    return next((n for n in range(len(marker) - 1, 0, -1) if text.endswith(marker[:n])), 0)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megatron_async.serving.chat.answers.reasoning import Thought
+from megatron_async.serving.chat.answers.reasoning import ThoughtText
 
 
 class Divides(Protocol):
@@ -85,14 +85,14 @@ class MessageParser:
         if self._thought is None:
             return self._rest(text)
         thought, rest = self._thought.push(text)
-        return [*self._deltas([Thought(thought)]), *self._rest(rest)]
+        return [*self._deltas([ThoughtText(thought)]), *self._rest(rest)]
 
     def finish(self) -> list[dict[str, Any]]:
         """Deltas of what is left."""
         deltas: list[dict[str, Any]] = []
         if self._thought is not None:
             thought, rest = self._thought.finish()
-            deltas = [*self._deltas([Thought(thought)]), *self._rest(rest)]
+            deltas = [*self._deltas([ThoughtText(thought)]), *self._rest(rest)]
         return deltas if self._parser is None else deltas + self._deltas(self._parser.finish())
 
     def _rest(self, text: str) -> list[dict[str, Any]]:
@@ -102,7 +102,7 @@ class MessageParser:
     def _deltas(self, parts: Sequence[Any]) -> list[dict[str, Any]]:
         shown = []
         for part in parts:
-            if isinstance(part, Thought):
+            if isinstance(part, ThoughtText):
                 if part.text and self._shows_thought:
                     shown.append({"reasoning_content": part.text})
                 continue

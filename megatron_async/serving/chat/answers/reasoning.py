@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from megatron_async.serving.chat.answers.partial import begun
+
 OPENING, CLOSING = "<think>", "</think>"
 
 
@@ -39,7 +41,7 @@ class Tags:
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
+class ThoughtText:
     """More of the text of a thought."""
 
     text: str
@@ -116,8 +118,7 @@ class ThoughtParser:
         if at >= 0:
             self._inside = False
             return text[:at].rstrip(), self._answer(text[at + len(CLOSING) :], is_first=True)
-        partial = next((n for n in range(len(CLOSING) - 1, 0, -1) if text.endswith(CLOSING[:n])), 0)
-        shown = text[: len(text) - partial].rstrip()
+        shown = text[: len(text) - begun(text, CLOSING)].rstrip()
         self._held = text[len(shown) :]
         self._has_said = self._has_said or bool(shown)
         return shown, ""

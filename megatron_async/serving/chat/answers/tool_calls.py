@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from megatron_async.serving.chat.answers.call_object import CallObject
+from megatron_async.serving.chat.answers.partial import begun
 from megatron_async.serving.chat.answers.tool_format import BETWEEN, CLOSING, OPENING, ToolFormat
 
 
@@ -214,6 +215,4 @@ def _begin(text: str) -> int:
 
 def _held_back(text: str, opening: str) -> int:
     """Characters at the end that may be whitespace next to a call, and the start of ``opening``."""
-    lengths = range(min(len(opening) - 1, len(text)), 0, -1)
-    partial = next((n for n in lengths if text.endswith(opening[:n])), 0)
-    return len(text) - len(text[: len(text) - partial].rstrip())
+    return len(text) - len(text[: len(text) - begun(text, opening)].rstrip())
