@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -87,14 +87,34 @@ _FINAL_NORM = "decoder.final_layernorm."
 _STAGED = (_LAYERS, _FINAL_NORM, "embedding.", "output_layer.", "mtp.")
 
 
+class _Split(NamedTuple):
+    """``dimension`` has ``groups`` blocks of equal size, and each of them ``size`` shares, of which
+    this rank has one."""
+
+    dimension: int
+    groups: int
+    size: int
+    rank: int
+
+    def share_of(self, stored: torch.Tensor) -> torch.Tensor:
+        """This rank's share of all blocks."""
+        sizes = list(stored.shape)
+        sizes[self.dimension : self.dimension + 1] = [self.groups, self.size, -1]
+        share = stored.reshape(sizes).select(self.dimension + 1, self.rank)
+        return share.flatten(self.dimension, self.dimension + 1)
+
+
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """This process's place among those that share the model's layers, and its experts."""
+    """This process's place among those that share the model's layers, and its experts: each of
+    ``expert_ranks`` has some, and each of ``expert_tensor_ranks`` a share of each of these."""
 
     rank: int = 0
     size: int = 1
     expert_rank: int = 0
     expert_ranks: int = 1
+    expert_tensor_rank: int = 0
+    expert_tensor_ranks: int = 1
 
     @classmethod
     def current(cls) -> TensorParallel:
@@ -108,29 +128,52 @@ class TensorParallel:
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_expert_model_parallel_rank(),
             parallel_state.get_expert_model_parallel_world_size(),
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
         )
 
-    def target(self, name: str, view: torch.Tensor, shape: list[int], groups: int = 1) -> Target:
+    def target(
+        self,
+        name: str,
+        view: torch.Tensor,
+        shape: list[int],
+        groups: int = 1,
+        *,
+        of_one_expert: bool = False,
+    ) -> Target:
         """Target of a tensor of which each rank stores its share in parameter ``name``.
 
         ``shape`` is that of this rank's share. With ``groups`` > 1 the rows are that many blocks
-        of equal size, each of them split by rank (gate and up projection in ``linear_fc1``).
+        of equal size, each of them split by rank (gate and up projection in ``linear_fc1``). With
+        ``of_one_expert`` the tensor is of one of the experts that ``name`` has stacked.
         """
-        dimension = SPLIT_DIMENSION.get(".".join(name.split(".")[-2:]))
-        rank, size = self.rank, self.size
-        if _EXPERTS in name:  # each is in one piece
-            dimension, rank, size, groups = 0, self.expert_rank, self.expert_ranks, 1
-        if size == 1 or dimension is None:
+        splits = self._splits(name, groups, of_one_expert)
+        if not splits:
             return Target(view, tuple(shape))
         full = list(shape)
-        full[dimension] *= size
+        for split in splits:
+            full[split.dimension] *= split.size
 
         def select(stored: torch.Tensor) -> torch.Tensor:
-            sizes = list(stored.shape)
-            sizes[dimension : dimension + 1] = [groups, size, -1]
-            return stored.reshape(sizes).select(dimension + 1, rank)
+            for split in splits:
+                stored = split.share_of(stored)
+            return stored
 
         return Target(view, tuple(full), select)
+
+    def _splits(self, name: str, groups: int, of_one_expert: bool) -> list[_Split]:
+        layer, kind = name.split(".")[-2:]
+        # Transformer Engine's grouped layers number the experts behind the kind.
+        dimension = SPLIT_DIMENSION.get(f"{layer}.{kind.rstrip('0123456789')}")
+        if _EXPERTS not in name:
+            splits = [] if dimension is None else [_Split(dimension, groups, self.size, self.rank)]
+        else:
+            splits = [] if of_one_expert else [_Split(0, 1, self.expert_ranks, self.expert_rank)]
+            if dimension is not None:
+                in_front = 0 if of_one_expert else 1
+                ranks, rank = self.expert_tensor_ranks, self.expert_tensor_rank
+                splits.append(_Split(dimension + in_front, groups, ranks, rank))
+        return [split for split in splits if split.size > 1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,7 @@ def _experts(config: ModelConfig) -> dict[str, Any]:
     return {
         **{name: getattr(config, name) for name in names},
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
         "moe_router_pre_softmax": config.moe_router_pre_softmax or takes_one,
         "moe_layer_freq": 1 if kinds is None else list(kinds),
         "moe_router_dtype": "fp32",  # as kernels/moe computes

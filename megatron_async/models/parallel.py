@@ -59,7 +59,9 @@ class ModelParallel:
 
     Attributes:
         tensor_words: of the ranks that share layers, see ``kernels/ranks/peer_memory.py``.
-        expert_words: of those that have some experts each.
+        expert_words: of those that have some experts each, or a share of each.
+        expert_rank: this process's among those that have some experts each.
+        expert_tensor_rank: its place among those that have a share of each.
     """
 
     def __init__(self, layout: Any, rank: int, device: torch.device = _CPU) -> None:
@@ -73,8 +75,11 @@ class ModelParallel:
         self.is_last: bool = self.stage == layout.pipeline - 1
         self._samples = rank in layout.sampling_ranks
         self._tensor = parallel_state.get_tensor_model_parallel_group()
-        self._experts = parallel_state.get_expert_model_parallel_group()
+        self._experts = self._tensor
+        if layout.expert > 1:
+            self._experts = parallel_state.get_expert_model_parallel_group()
         self.expert_rank: int = parallel_state.get_expert_model_parallel_rank()
+        self.expert_tensor_rank: int = self.tensor_rank if layout.expert == 1 else 0
         self._source: int = layout.sampling_ranks[self.tensor_rank]
         self._listeners = self._group_of(layout.listeners)
         self._copies = self._group_of(layout.copies)
@@ -141,8 +146,8 @@ class ModelParallel:
         return x
 
     def sum_experts_(self, x: Tensor) -> Tensor:
-        """Add up over the ranks that have some experts each, in place."""
-        if self.layout.expert > 1:
+        """Add up over the ranks that have some experts each, or a share of each, in place."""
+        if self.layout.stage_ranks > 1:
             dist.all_reduce(x, group=self._experts)
         return x
 

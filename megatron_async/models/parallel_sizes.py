@@ -24,14 +24,22 @@ def tensor_share(config: ModelConfig, ranks: int) -> ModelConfig:
         ConfigError: the model does not divide by ``ranks``.
     """
     if ranks > 1:
-        _check_tensor(config, ranks)
+        check_divides(config, tensor=ranks, expert=1, pipeline=1)
     return dataclasses.replace(
         config,
         num_attention_heads=config.num_attention_heads // ranks,
         num_kv_heads=config.num_kv_heads // ranks,
         ffn_hidden_size=config.ffn_hidden_size // ranks,
         vocab_size=config.vocab_size // ranks,
+        moe_ffn_hidden_size=_share(config.moe_ffn_hidden_size, ranks),
+        moe_shared_expert_intermediate_size=_share(
+            config.moe_shared_expert_intermediate_size, ranks
+        ),
     )
+
+
+def _share(size: int | None, ranks: int) -> int | None:
+    return None if size is None else size // ranks
 
 
 def _check_tensor(config: ModelConfig, ranks: int) -> None:
@@ -63,11 +71,16 @@ def _check_experts(config: ModelConfig, ranks: int, tensor: int) -> None:
         raise ConfigError(
             f"num_moe_experts={config.num_moe_experts} does not divide by {name}: use a smaller one"
         )
-    if tensor > 1 and ranks % tensor:
-        raise ConfigError(
-            f"experts are not split by tensor parallelism: with tensor_model_parallel_size={tensor}"
-            f" set expert_model_parallel_size to {tensor} too"
-        )
+    shared = config.moe_shared_expert_intermediate_size
+    sizes = {"moe_shared_expert_intermediate_size": shared}
+    if ranks == 1:  # each expert is shared
+        sizes["moe_ffn_hidden_size"] = config.moe_ffn_hidden_size
+    for field, size in sizes.items():
+        if size is not None and size % tensor:
+            raise ConfigError(
+                f"{field}={size} does not divide by the tensor parallel size {tensor}: use a "
+                "smaller one"
+            )
 
 
 def _check_stages(config: ModelConfig, stages: int) -> None:

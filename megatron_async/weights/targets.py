@@ -175,9 +175,14 @@ def _expert_targets(model: GPTModel, *, whole: bool) -> dict[str, Target]:
     from megatron_async.models.moe.names import expert_views
 
     stage = Stage.of(model) if whole else Stage()
-    rank = TensorParallel.current().expert_rank if whole else 0
-    views = expert_views(model, rank).items()
-    return {stage.whole(name): Target(view, tuple(view.shape)) for name, view in views}
+    parallel = TensorParallel.current() if whole else TensorParallel()
+    gated, targets = model.config.gated_linear_unit, {}
+    for name, view in expert_views(model, parallel.expert_rank).items():
+        groups = 2 if gated and ".linear_fc1." in name else 1
+        targets[stage.whole(name)] = parallel.target(
+            name, view, list(view.shape), groups, of_one_expert=True
+        )
+    return targets
 
 
 def _elsewhere(model: GPTModel, own: Mapping[str, Target], *, whole: bool) -> Callable[[str], bool]:

@@ -68,7 +68,8 @@ def expert_targets(
     if names.interleaved:
         interleaved_targets(targets, stacked, f"{ours}.mlp.experts", stored)
     elif is_stacked:
-        targets.whole(f"{stacked}{names.stacked_fc1}", f"{ours}.mlp.experts.linear_fc1.weight")
+        fc1, groups = f"{ours}.mlp.experts.linear_fc1.weight", 2 if config.gated else 1
+        targets.whole(f"{stacked}{names.stacked_fc1}", fc1, groups=groups)
         targets.whole(f"{stacked}{names.stacked_fc2}", f"{ours}.mlp.experts.linear_fc2.weight")
     else:
         _each(targets, config, names, theirs, f"{ours}.mlp.experts")

@@ -65,6 +65,16 @@ class Targets(dict[str, Target]):
             raise IntegrityError(f"the model built for this config has no parameter {name}")
         return self._parameters[name].detach()
 
+    def share(
+        self, name: str, view: Tensor, shape: list[int], groups: int, *, of_one_expert: bool = False
+    ) -> Target:
+        """See :meth:`TensorParallel.target`."""
+        return self._parallel.target(name, view, shape, groups, of_one_expert=of_one_expert)
+
+    def first_expert(self, stacked: Tensor) -> int:
+        """The number of the first of this rank's experts, which are ``stacked``."""
+        return len(stacked) * self._parallel.expert_rank
+
     def whole(
         self, stored: str, name: str, arrange: Arrange | None = None, groups: int = 1
     ) -> None:
@@ -101,14 +111,14 @@ class Targets(dict[str, Target]):
         parameter = self.parameter(name)
         view = parameter
         if expert is not None:
-            here = expert - len(parameter) * self._parallel.expert_rank
+            here = expert - self.first_expert(parameter)
             if not 0 <= here < len(parameter):
                 self.elsewhere.update(stored)
                 return
             view = parameter[here]
         for stored_name, part in zip(stored, view.chunk(len(stored)), strict=True):
-            of = name if expert is None else "one expert"
-            self._add(stored_name, of, part, list(part.shape), None)
+            of_one = expert is not None
+            self._add(stored_name, name, part, list(part.shape), None, of_one_expert=of_one)
 
     def _add(
         self,
@@ -118,8 +128,10 @@ class Targets(dict[str, Target]):
         shape: list[int],
         arrange: Arrange | None,
         groups: int = 1,
+        *,
+        of_one_expert: bool = False,
     ) -> None:
-        target = self._parallel.target(name, view, shape, groups)
+        target = self.share(name, view, shape, groups, of_one_expert=of_one_expert)
         is_linear = ".linear_" in name and len(target.shape) == 2
         if self._transposed and is_linear:
             rest, rows = arrange, target.shape[::-1]

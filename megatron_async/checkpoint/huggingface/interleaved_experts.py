@@ -23,14 +23,19 @@ def _same(rows: Tensor) -> Tensor:
     return rows
 
 
-def _of_columns(arrange: Arrange, columns: Tensor) -> Tensor:
-    """``arrange`` of rows that are stored as columns."""
-    return arrange(columns.mT)
+def _of_rows(arrange: Arrange, share: Arrange, rows: Tensor) -> Tensor:
+    """A rank's ``share`` of rows, once they are arranged."""
+    return share(arrange(rows))
 
 
-def _of_numbers(arrange: Arrange, numbers: Tensor) -> Tensor:
-    """``arrange`` of rows of one number each."""
-    return arrange(numbers[..., None])[..., 0]
+def _of_columns(arrange: Arrange, share: Arrange, columns: Tensor) -> Tensor:
+    """A rank's ``share`` of rows that are stored as columns, once they are arranged."""
+    return share(arrange(columns.mT))
+
+
+def _of_numbers(arrange: Arrange, share: Arrange, numbers: Tensor) -> Tensor:
+    """A rank's ``share`` of rows of one number each, once they are arranged."""
+    return share(arrange(numbers[..., None])[..., 0])
 
 
 def interleaved_targets(targets: Any, theirs: str, ours: str, stored: Collection[str]) -> None:
@@ -43,17 +48,25 @@ def interleaved_targets(targets: Any, theirs: str, ours: str, stored: Collection
     Raises:
         CheckpointError: sizes of packed weights do not fit.
     """
-    for stored_name, name, arrange in (
-        (f"{theirs}gate_up_proj", f"{ours}.linear_fc1", apart),
-        (f"{theirs}down_proj", f"{ours}.linear_fc2", _same),
+    for stored_name, name, arrange, groups in (
+        (f"{theirs}gate_up_proj", f"{ours}.linear_fc1", apart, 2),
+        (f"{theirs}down_proj", f"{ours}.linear_fc2", _same, 1),
     ):
         weight = targets.parameter(f"{name}.weight")
+        share = targets.share(f"{name}.weight", weight, list(weight.shape), groups)
         if f"{stored_name}_blocks" in stored:
-            targets.update(mxfp4_targets(stored_name, f"{name}.weight", weight, arrange))
+            rows = list(weight.shape[1:])
+            of_one = targets.share(f"{name}.weight", weight, rows, groups, of_one_expert=True)
+            select = partial(_of_rows, arrange, of_one.select)
+            first = targets.first_expert(weight)
+            targets.update(
+                mxfp4_targets(stored_name, f"{name}.weight", weight, share.shape, select, first)
+            )
         else:
-            shape = tuple(weight.mT.shape)
-            targets[stored_name] = Target(weight, shape, partial(_of_columns, arrange))
+            *lead, rows, columns = share.shape
+            select = partial(_of_columns, arrange, share.select)
+            targets[stored_name] = Target(weight, (*lead, columns, rows), select)
         bias = targets.parameter(f"{name}.bias")
-        targets[f"{stored_name}_bias"] = Target(
-            bias, tuple(bias.shape), partial(_of_numbers, arrange)
-        )
+        share = targets.share(f"{name}.bias", bias, list(bias.shape), groups)
+        select = partial(_of_numbers, arrange, share.select)
+        targets[f"{stored_name}_bias"] = Target(bias, share.shape, select)

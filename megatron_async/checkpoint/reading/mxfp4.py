@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -41,16 +41,19 @@ def unpack(blocks: Tensor, scales: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mxfp4Target(Target):
-    """One of the two stored tensors of a parameter ``[experts, rows, columns]``: the parameter is
-    filled when both are there, expert by expert; ``select`` arranges an expert's rows.
+    """One of the two stored tensors of a parameter ``[experts, rows, columns]``, or of a share
+    of it. That is filled when both are there, expert by expert; ``select`` arranges an expert's
+    rows, and takes this rank's.
 
     Args:
         kind: which of the two.
         waiting: what has come of the two, shared by both.
+        first: number of the parameter's first expert among those that are stored.
     """
 
     kind: Kind
     waiting: dict[str, Tensor]
+    first: int
     dtypes: ClassVar[tuple[str, ...]] = ("U8",)
 
     def copy_from(self, stored: Tensor) -> None:
@@ -58,33 +61,43 @@ class Mxfp4Target(Target):
         self.waiting[self.kind] = stored
         if len(self.waiting) == 2:
             with torch.no_grad():
-                both = zip(self.waiting["blocks"], self.waiting["scales"], strict=True)
-                for expert, (blocks, scales) in enumerate(both):
-                    self.view[expert].copy_(self.select(unpack(blocks, scales)))
+                blocks, scales = self.waiting["blocks"], self.waiting["scales"]
+                for expert, view in enumerate(self.view, self.first):
+                    view.copy_(self.select(unpack(blocks[expert], scales[expert])))
             self.waiting.clear()
 
 
-def mxfp4_targets(stored: str, name: str, parameter: Tensor, select: Arrange) -> dict[str, Target]:
+def mxfp4_targets(
+    stored: str,
+    name: str,
+    parameter: Tensor,
+    shape: Sequence[int],
+    select: Arrange,
+    first: int = 0,
+) -> dict[str, Target]:
     """Targets of ``<stored>_blocks`` and ``<stored>_scales``, which together are ``parameter``.
 
     Args:
-        select: arranges the rows of an expert; see :class:`Target`.
+        shape: of what is stored, unpacked: the parameter's, or that of all ranks'.
+        select, first: see :class:`Mxfp4Target`.
 
     Raises:
         CheckpointError: rows of the parameter are no whole blocks.
     """
-    *lead, columns = parameter.shape
+    *lead, columns = shape
     if columns % BLOCK:
         raise CheckpointError(
             f"{stored}_blocks: MXFP4 weights have rows of a multiple of {BLOCK} elements, and "
             f"those of {name} have {columns}"
         )
-    shapes: dict[Kind, tuple[int, ...]] = {
+    sizes: dict[Kind, tuple[int, ...]] = {
         "blocks": (*lead, columns // BLOCK, BLOCK // 2),
         "scales": (*lead, columns // BLOCK),
     }
     waiting: dict[str, Tensor] = {}
     return {
-        f"{stored}_{kind}": Mxfp4Target(parameter, shape, select, kind=kind, waiting=waiting)
-        for kind, shape in shapes.items()
+        f"{stored}_{kind}": Mxfp4Target(
+            parameter, size, select, kind=kind, waiting=waiting, first=first
+        )
+        for kind, size in sizes.items()
     }

@@ -109,6 +109,7 @@ class Experts(MegatronModule):  # type: ignore[misc]
         experts, ffn = model.num_moe_experts, model.moe_ffn_hidden_size
         assert experts is not None and ffn is not None
         experts //= config.expert_model_parallel_size
+        ffn //= config.expert_tensor_parallel_size
         size, bias = model.moe_latent_size or model.hidden_size, model.mlp_bias
         inner = 2 * ffn if model.gated else ffn
         self.linear_fc1 = Linears(config, config.init_method, experts, inner, size, bias=bias)
@@ -144,7 +145,8 @@ class MoELayer(MegatronModule):  # type: ignore[misc]
 
     Attributes:
         settings, activation: what router and experts compute, as the kernels read it.
-        ranks: those that have some of the experts each; None for one rank.
+        ranks: those that have some of the experts each, or a share of each expert; None for one
+            rank.
     """
 
     def __init__(
@@ -153,7 +155,8 @@ class MoELayer(MegatronModule):  # type: ignore[misc]
         super().__init__(config)
         self.settings = router_settings(model)
         self.activation = expert_activation(model)
-        self.ranks = parallel.current() if config.expert_model_parallel_size > 1 else None
+        is_split = config.expert_model_parallel_size * config.expert_tensor_parallel_size > 1
+        self.ranks = parallel.current() if is_split else None
         self.router = Router(config, model)
         self.experts = Experts(config, model)
         self.shared_experts = self.fc1_latent_proj = self.fc2_latent_proj = None
@@ -170,9 +173,11 @@ class MoELayer(MegatronModule):  # type: ignore[misc]
 
     @property
     def weights(self) -> ExpertWeights:
-        """The weights of the experts, as the kernels read them."""
+        """The weights of the experts, as the kernels read them. Of ranks that share each expert the
+        first one adds the last bias."""
         fc1, fc2 = self.experts.linear_fc1, self.experts.linear_fc2
-        return ExpertWeights(fc1.weight, fc2.weight, fc1.bias, fc2.bias)
+        adds_bias = self.ranks is None or self.ranks.expert_tensor_rank == 0
+        return ExpertWeights(fc1.weight, fc2.weight, fc1.bias, fc2.bias if adds_bias else None)
 
     def forward(
         self, hidden_states: Tensor, padding_mask: Tensor | None = None, **_: Any

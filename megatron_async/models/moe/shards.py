@@ -8,11 +8,12 @@ apart (``singleton_local_shards``).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
+from megatron_async.checkpoint.targets import SPLIT_DIMENSION
 
 from megatron.core import parallel_state  # isort: skip
 from megatron.core.dist_checkpointing.mapping import ShardedTensor  # isort: skip
@@ -32,31 +33,61 @@ def expert_shards(
     single = (metadata or {}).get("singleton_local_shards", False)
     found: dict[str, Any] = {}
     for name, parameter in experts.named_parameters():
-        parts = _single(name, parameter, experts.gated) if single else [(name, parameter)]
-        for key, part in parts:
-            split = () if single else _by_rank(len(offsets))
-            found[f"{prefix}{key}"] = ShardedTensor.from_rank_offsets(
-                f"{prefix}experts.{key}", part, *offsets, *split, prepend_axis_num=len(offsets)
-            )
+        shards = _of_each if single else _of_all
+        for part in shards(name, parameter, experts.gated, len(offsets)):
+            found[f"{prefix}{part.key}{part.mark}"] = ShardedTensor.from_rank_offsets(
+                f"{prefix}experts.{part.key}", part.data, *offsets, *part.splits,
+                prepend_axis_num=len(offsets),
+            )  # fmt: skip
     return found
 
 
-def _by_rank(axis: int) -> tuple[tuple[int, int, int], ...]:
-    """Where this rank's experts are among all, in the first dimension behind ``axis`` others."""
+class _Part(NamedTuple):
+    """What this rank stores under ``key``: place, and number of places, in each dimension that is
+    split. ``mark`` tells those of one key apart."""
+
+    key: str
+    data: Tensor
+    splits: tuple[tuple[int, int, int], ...]
+    mark: str = ""
+
+
+def _of_all(name: str, parameter: Tensor, gated: bool, axis: int) -> Iterator[_Part]:
+    """Experts stacked, behind ``axis`` other dimensions."""
     ranks = parallel_state.get_expert_model_parallel_world_size()
-    if ranks == 1:
-        return ()
-    return ((axis, parallel_state.get_expert_model_parallel_rank(), ranks),)
+    by_expert: tuple[tuple[int, int, int], ...] = ()
+    if ranks > 1:
+        by_expert = ((axis, parallel_state.get_expert_model_parallel_rank(), ranks),)
+    dimension = SPLIT_DIMENSION.get(name)
+    rank, size = _among_sharers()
+    if size == 1 or dimension is None:
+        yield _Part(name, parameter, by_expert)
+        return
+    halves = 2 if gated and name.startswith("linear_fc1.") else 1
+    for half, data in enumerate(parameter.detach().chunk(halves, 1 + dimension)):
+        place = (axis + 1 + dimension, half * size + rank, halves * size)
+        yield _Part(name, data, (*by_expert, place), mark=f".{half}")
 
 
-def _single(name: str, parameter: Tensor, gated: bool) -> Iterator[tuple[str, Tensor]]:
-    """A parameter expert by expert; the data of parameters stay as they are."""
+def _of_each(name: str, parameter: Tensor, gated: bool, axis: int) -> Iterator[_Part]:
+    """Expert by expert; the data of parameters stay as they are."""
     first = len(parameter) * parallel_state.get_expert_model_parallel_rank()
+    dimension = SPLIT_DIMENSION.get(name)
+    rank, size = _among_sharers()
+    split = () if size == 1 or dimension is None else ((axis + dimension, rank, size),)
     for number, expert in enumerate(parameter.detach(), start=first):
         key = f"{number}.{name}"
         if gated and name.startswith("linear_fc1."):
             gate, up = expert.chunk(2)
-            yield f"{key}_w", gate
-            yield f"{key}_v", up
+            yield _Part(f"{key}_w", gate, split)
+            yield _Part(f"{key}_v", up, split)
         else:
-            yield key, expert
+            yield _Part(key, expert, split)
+
+
+def _among_sharers() -> tuple[int, int]:
+    """This rank's place among those that share each expert, and their number."""
+    return (
+        parallel_state.get_expert_tensor_parallel_rank(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+    )
