@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_async.sampling.sample import SampleInputs
 
 if TYPE_CHECKING:
+    from megatron_async.kernels.ranks.mailbox import Mailbox
     from megatron_async.kernels.ranks.peer_sum import PeerSum, PeerWords
 
 
@@ -92,6 +93,11 @@ class ModelParallel:
         """Messages to stages that have not been waited for, with their memory."""
         from megatron_async.kernels.ranks import peer_memory
 
+        self._mail: Mailbox | None = None
+        if self._messages is not None:
+            listeners = layout.listeners(self.tensor_rank)
+            to = tuple(listeners.index(r) for r in self._told) if self._samples else ()
+            self._mail = peer_memory.open_mail(self._messages, device, to)
         self.tensor_words: PeerWords | None = peer_memory.open_words(self._tensor, device)
         self._peer_sums: dict[int, PeerSum] = {}
         self.expert_words = self.tensor_words
@@ -182,6 +188,9 @@ class ModelParallel:
         one goes on meanwhile."""
         if not self._samples:
             return
+        if self._mail is not None and self._mail.holds(sampled):
+            self._mail.post(sampled)
+            return
         for rank in self._told:
             work = dist.isend(sampled, dst=rank, group=self._messages)
             self._sends.append((work, sampled))
@@ -191,6 +200,8 @@ class ModelParallel:
 
     def take_sampled_(self, sampled: Tensor) -> Tensor:
         """Fill ``sampled`` with what the last stage has told; the oldest that was not taken."""
+        if self._mail is not None and self._mail.holds(sampled):
+            return self._mail.take_(sampled)
         dist.recv(sampled, src=self._source, group=self._messages)
         return sampled
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 import logging
 import os
 import platform
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_async.kernels.ranks import peer_sum
+from megatron_async.kernels.ranks import mailbox, peer_sum
+from megatron_async.kernels.ranks.mailbox import Mailbox
 from megatron_async.kernels.ranks.peer_sum import MOST_RANKS, PeerWords, word_count
 
 logger = logging.getLogger(__name__)
@@ -22,7 +24,7 @@ logger = logging.getLogger(__name__)
 MOST_ELEMENTS = 64 * 8192
 """Rows times hidden size of a sum. Each rank has 8 bytes for each of them and of its group."""
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
-_opened: dict[str, PeerWords | None] = {}
+_opened: dict[str, Any] = {}
 """By the group's name, until the process ends: torch waits for the device before it frees such
 memory, and a kernel there may wait for a rank that has died."""
 
@@ -42,23 +44,43 @@ def open_words(group: Any, device: torch.device) -> PeerWords | None:
     Args:
         device: this rank's.
     """
+    words: PeerWords | None = _open(group, device, _meet)
+    return words
+
+
+def open_mail(group: Any, device: torch.device, to: tuple[int, ...]) -> Mailbox | None:
+    """Messages between the ranks of a group, as :func:`open_words`.
+
+    Args:
+        to: places in the group of the ranks that this one posts to.
+    """
+
+    def meet(group: Any, ranks: int, device: torch.device) -> Mailbox:
+        rank, memory = _memory_of_all(group, ranks, device, mailbox.WORD_COUNT)
+        return Mailbox(rank, memory, to)
+
+    mail: Mailbox | None = _open(group, device, meet)
+    return mail
+
+
+def _open(group: Any, device: torch.device, meet: Callable[..., Any]) -> Any:
     ranks = dist.get_world_size(group)
     if ranks == 1 or device.type != "cuda":
         return None
     own = why_not(ranks, device) or _known_before(group)
     reason = _first_reason(_all_say(group, own, platform.node()))
-    words = None
+    met = None
     if reason is None:
         try:
-            words = _opened[group.group_name] = _meet(group, ranks, device)
+            met = _opened[group.group_name] = meet(group, ranks, device)
         except RuntimeError as error:  # no access to a peer, or no such memory: torch has no type
             reason = str(error).partition("\n")[0]
         # Nobody sends before all are here, and all words zeros.
         reason = _first_reason(_all_say(group, reason))
     if reason is not None:
-        logger.warning("partial sums of %d ranks are added up by an all-reduce: %s", ranks, reason)
+        logger.warning("%d ranks use NCCL, and not each other's memory: %s", ranks, reason)
         return None
-    return words
+    return met
 
 
 def _known_before(group: Any) -> str | None:
@@ -87,17 +109,25 @@ def _first_reason(said: list[Any]) -> str | None:
 
 
 def _meet(group: Any, ranks: int, device: torch.device) -> PeerWords:
-    """Allocate this rank's memory, and find the others'."""
+    """Words for sums."""
+    rank, memory = _memory_of_all(group, ranks, device, word_count(ranks, MOST_ELEMENTS))
+    launches = torch.zeros(peer_sum.CTAS, dtype=torch.int32, device=device)
+    return PeerWords(rank, memory, launches, MOST_ELEMENTS)
+
+
+def _memory_of_all(
+    group: Any, ranks: int, device: torch.device, words: int
+) -> tuple[int, tuple[Tensor, ...]]:
+    """Allocate this rank's memory, zeros, and find the others'."""
     from torch.distributed import _symmetric_memory as symmetric
 
     os.environ.setdefault(_NO_MULTICAST, "1")
-    own = symmetric.empty(word_count(ranks, MOST_ELEMENTS), dtype=torch.int64, device=device)
+    own = symmetric.empty(words, dtype=torch.int64, device=device)
     handle = symmetric.rendezvous(own, group)
     own.zero_()
     torch.cuda.synchronize(device)
-    launches = torch.zeros(peer_sum.CTAS, dtype=torch.int32, device=device)
     memory = tuple(own if r == handle.rank else _of_peer(handle, r, own) for r in range(ranks))
-    return PeerWords(handle.rank, memory, launches, MOST_ELEMENTS)
+    return int(handle.rank), memory
 
 
 def _of_peer(handle: Any, rank: int, like: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from megatron_async.kernels.gemm.skinny_gemm import MmaArguments, SkinnyGemm, Wg
 from megatron_async.kernels.gemm.tile_config import NO_NORM, RMS_NORM, STORE, TileConfig
 from megatron_async.kernels.moe.row import RowArguments
 from megatron_async.kernels.norm.embed import EmbedArguments, EmbedShareArguments
+from megatron_async.kernels.ranks.mailbox import MailboxArguments
 from megatron_async.kernels.ranks.peer_sum import PeerSumArguments
 from tests.support import emulator
 from tests.support.cuda_kernels import emulated
@@ -26,10 +27,11 @@ RECORDS: dict[str, Any] = {
     "embed_share": EmbedShareArguments,
     "moe_row": RowArguments,
     "peer_sum": PeerSumArguments,
+    "mailbox": MailboxArguments,
 }
 POINTERS = {
     "u16": torch.bfloat16, "char": torch.bfloat16, "u32": torch.int32, "i64": torch.int64,
-    "u64": torch.int64,
+    "u64": torch.int64, "int": torch.int32,
     "float": torch.float32, "float2": torch.float32, "float4": torch.float32,
 }  # fmt: skip
 """Elements of a tensor, by the C++ type that a kernel reads them as."""
