@@ -71,7 +71,7 @@ _WRITTEN_BEFORE = {
     "sample": (0,),
     "moe_row": ("x", "stats_in", "live", "launches", "logits", "activated", "residual"),
     "peer_sum": ("partial", "received", "launches", "hidden"),
-    "mailbox": ("message", "received", "count"),
+    "mailbox": ("message", "received", "done"),
 }
 """Arguments that the kernel in front writes."""
 _RANKS = {"peer_sum": "RANKS"}

@@ -16,10 +16,10 @@ __device__ __forceinline__ u64 numbered(int value, u32 number) { return (u64)num
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     mailbox(int* message, int words, u64* received, u64* to_0, u64* to_1, u64* to_2, u64* to_3, u64* to_4,
-            u64* to_5, u64* to_6, u64* to_7, u32* count) {
+            u64* to_5, u64* to_6, u64* to_7, u32* done) {
   u64* const to[8] = {to_0, to_1, to_2, to_3, to_4, to_5, to_6, to_7};
   wait_for_predecessor();
-  u32 number = load_l2(count) + 1;
+  u32 number = load_l2(done) + 1;
   if (number == 0) number = SLOTS;  // that of words which were never sent
   const size_t slot = (size_t)(number % SLOTS) * CAPACITY;
   for (int at = threadIdx.x * 2; at < words; at += THREADS * 2) {
@@ -42,5 +42,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
   }
   __syncthreads();  // all have read it
-  if (threadIdx.x == 0) *count = number;
+  if (threadIdx.x == 0) *done = number;
 }

@@ -39,7 +39,7 @@ class MailboxArguments(NamedTuple):
     to_5: Int64 | None
     to_6: Int64 | None
     to_7: Int64 | None
-    count: Int32
+    done: Int32
 
 
 class Mailbox:
@@ -56,7 +56,7 @@ class Mailbox:
         self._received, self._device = memory[rank], memory[rank].device
         self._to: list[Tensor | None] = [memory[place] for place in to]
         self._to += [None] * (_MOST_RANKS - len(self._to))
-        self._count = torch.zeros(1, dtype=torch.int32, device=self._device)
+        self._done = torch.zeros(1, dtype=torch.int32, device=self._device)
         """Messages that were posted, or taken: a rank does one of the two."""
         for takes in (0, 1):  # nothing is compiled while a kernel waits for another rank's
             kernel("mailbox", macros(takes), self._device)
@@ -80,7 +80,7 @@ class Mailbox:
         if not message.numel():
             return
         arguments = MailboxArguments._make(
-            (message, message.numel(), self._received, *to, self._count)
+            (message, message.numel(), self._received, *to, self._done)
         )
         kernel("mailbox", macros(takes), self._device).launch((1, 1, 1), arguments)
 

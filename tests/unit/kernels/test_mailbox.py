@@ -57,12 +57,12 @@ def test_each_gets_all_messages_in_order(device: torch.device, ranks: list[Mailb
 def test_numbers_go_on_past_the_largest(device: torch.device, ranks: list[Mailbox]) -> None:
     """0 is the number of words that nobody has sent, and places go on in turns."""
     for each in ranks:
-        each._count.fill_(-3)
+        each._done.fill_(-3)
     for seed in range(8):
         each = message(9, seed, device)
         ranks[SENDER].post(each)
         assert taken(ranks, 0, each).equal(each) and taken(ranks, 1, each).equal(each)
-    assert int(ranks[0]._count) == SLOTS + 8 - 3
+    assert int(ranks[0]._done) == SLOTS + 8 - 3
 
 
 @on_both(**BOTH)
@@ -70,4 +70,4 @@ def test_what_it_does_not_hold(device: torch.device, ranks: list[Mailbox]) -> No
     assert ranks[0].holds(message(CAPACITY, 0, device))
     assert not ranks[0].holds(message(CAPACITY + 1, 0, device))
     ranks[SENDER].post(message(0, 0, device))
-    assert int(ranks[SENDER]._count) == 0, "nobody waits for nothing"
+    assert int(ranks[SENDER]._done) == 0, "nobody waits for nothing"
