@@ -265,7 +265,12 @@ class ModelParallel:
         )
 
     def _best_of_all(self, packed: Tensor, first_id: int) -> Tensor:
-        return self._tell_(self.max_(packed.amax(1) - first_id), self._copies)[:, None]
+        best = None if self.tensor_words is None else self.tensor_words.best
+        if best is not None and best.takes(len(packed)):
+            found = best(packed, first_id)
+        else:
+            found = self.max_(packed.amax(1) - first_id)
+        return self._tell_(found, self._copies)[:, None]
 
     def _tell_(self, x: Tensor, group: Any) -> Tensor:
         if group is not None:

@@ -22,7 +22,7 @@ from megatron_async.kernels.attention import decode_attention as attention
 from megatron_async.kernels.gemm import skinny_gemm
 from megatron_async.kernels.moe import row as moe_row
 from megatron_async.kernels.norm import embed
-from megatron_async.kernels.ranks import mailbox, peer_sum
+from megatron_async.kernels.ranks import mailbox, peer_best, peer_sum
 from megatron_async.kernels.sampling import sample_cuda as sample
 
 COMPILER = shutil.which("g++")
@@ -59,7 +59,7 @@ FOLDER = "EMULATED_KERNELS"
 _SHARED = re.compile(r"extern __shared__ __align__\([^)]+\) char shared\[\];")
 _CLUSTER = {
     "embed": "1", "embed_share": "1", "sample": "C", "moe_row": "CTAS",
-    "peer_sum": "CTAS * RANKS", "mailbox": "1",
+    "peer_sum": "CTAS * RANKS", "peer_best": "CTAS * RANKS", "mailbox": "1",
 }  # fmt: skip
 """CTAs of a cluster, where that is not ``CLUSTER``; or that wait for each other."""
 _WRITTEN_BEFORE = {
@@ -71,10 +71,11 @@ _WRITTEN_BEFORE = {
     "sample": (0,),
     "moe_row": ("x", "stats_in", "live", "launches", "logits", "activated", "residual"),
     "peer_sum": ("partial", "received", "launches", "hidden"),
+    "peer_best": ("packed", "received", "launches"),
     "mailbox": ("message", "received", "done"),
 }
 """Arguments that the kernel in front writes."""
-_RANKS = {"peer_sum": "RANKS"}
+_RANKS = {"peer_sum": "RANKS", "peer_best": "RANKS"}
 """The macro with the number of ranks, where their launches wait for each other."""
 SM_COUNT = 132
 """Of an emulated GPU, unless a test says otherwise."""
@@ -164,7 +165,7 @@ def _kernel(source: str, defines: tuple[tuple[str, int], ...]) -> EmulatedKernel
 
 def install(monkeypatch: pytest.MonkeyPatch, sm_count: int = SM_COUNT) -> None:
     """Let the wrappers of the CUDA kernels, and the fused forward, work on a CPU."""
-    for module in (skinny_gemm, attention, embed, sample, moe_row, peer_sum, mailbox):
+    for module in (skinny_gemm, attention, embed, sample, moe_row, peer_sum, peer_best, mailbox):
         monkeypatch.setattr(module, "kernel", kernel)
     monkeypatch.setattr(cuda, "sm_count", lambda device_index: sm_count)
     monkeypatch.setattr(cuda, "tensor_map", tensor_map)

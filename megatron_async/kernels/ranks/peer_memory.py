@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_async.kernels.ranks import mailbox, peer_sum
+from megatron_async.kernels.ranks import mailbox, peer_best, peer_sum
 from megatron_async.kernels.ranks.mailbox import Mailbox
+from megatron_async.kernels.ranks.peer_best import PeerBest
 from megatron_async.kernels.ranks.peer_sum import MOST_RANKS, PeerWords, word_count
 
 logger = logging.getLogger(__name__)
@@ -109,10 +110,13 @@ def _first_reason(said: list[Any]) -> str | None:
 
 
 def _meet(group: Any, ranks: int, device: torch.device) -> PeerWords:
-    """Words for sums."""
-    rank, memory = _memory_of_all(group, ranks, device, word_count(ranks, MOST_ELEMENTS))
+    """Words for sums, and behind them those for the best of all."""
+    count = word_count(ranks, MOST_ELEMENTS)
+    rank, memory = _memory_of_all(group, ranks, device, count + peer_best.word_count(ranks))
     launches = torch.zeros(peer_sum.CTAS, dtype=torch.int32, device=device)
-    return PeerWords(rank, memory, launches, MOST_ELEMENTS)
+    of_sums = tuple(each[:count] for each in memory)
+    best = PeerBest(rank, tuple(each[count:] for each in memory))
+    return PeerWords(rank, of_sums, launches, MOST_ELEMENTS, best)
 
 
 def _memory_of_all(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.compile import Bf16, Fp32, Int32, Int64, kernel
+from megatron_async.kernels.ranks.peer_best import PeerBest
 
 CTAS, THREADS = 128, 128
 """Size of the grid: at 8 elements of each thread, 32 rows of 4,096 at once."""
@@ -58,12 +59,14 @@ class PeerWords(NamedTuple):
         memory: int64 of each rank, as this one reaches it: of its own what it gets.
         launches: int32, one for each CTA of the grid, which counts them.
         capacity: elements that a rank can send in a launch, see :func:`word_count`.
+        best: finds the best of the same ranks; None where there are no words for it.
     """
 
     rank: int
     memory: tuple[Tensor, ...]
     launches: Tensor
     capacity: int
+    best: PeerBest | None = None
 
     @property
     def ranks(self) -> int:

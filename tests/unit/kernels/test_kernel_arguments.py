@@ -15,6 +15,7 @@ from megatron_async.kernels.gemm.tile_config import NO_NORM, RMS_NORM, STORE, Ti
 from megatron_async.kernels.moe.row import RowArguments
 from megatron_async.kernels.norm.embed import EmbedArguments, EmbedShareArguments
 from megatron_async.kernels.ranks.mailbox import MailboxArguments
+from megatron_async.kernels.ranks.peer_best import PeerBestArguments
 from megatron_async.kernels.ranks.peer_sum import PeerSumArguments
 from tests.support import emulator
 from tests.support.cuda_kernels import emulated
@@ -27,6 +28,7 @@ RECORDS: dict[str, Any] = {
     "embed_share": EmbedShareArguments,
     "moe_row": RowArguments,
     "peer_sum": PeerSumArguments,
+    "peer_best": PeerBestArguments,
     "mailbox": MailboxArguments,
 }
 POINTERS = {
