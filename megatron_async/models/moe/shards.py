@@ -37,19 +37,20 @@ def expert_shards(
         for part in shards(name, parameter, experts.gated, len(offsets)):
             found[f"{prefix}{part.key}{part.mark}"] = ShardedTensor.from_rank_offsets(
                 f"{prefix}experts.{part.key}", part.data, *offsets, *part.splits,
-                prepend_axis_num=len(offsets),
+                prepend_axis_num=len(offsets), replica_id=part.replica,
             )  # fmt: skip
     return found
 
 
 class _Part(NamedTuple):
     """What this rank stores under ``key``: place, and number of places, in each dimension that is
-    split. ``mark`` tells those of one key apart."""
+    split. ``mark`` tells those of one key apart; ``replica`` numbers ranks that have the same."""
 
     key: str
     data: Tensor
     splits: tuple[tuple[int, int, int], ...]
     mark: str = ""
+    replica: int = 0
 
 
 def _of_all(name: str, parameter: Tensor, gated: bool, axis: int) -> Iterator[_Part]:
@@ -61,7 +62,7 @@ def _of_all(name: str, parameter: Tensor, gated: bool, axis: int) -> Iterator[_P
     dimension = SPLIT_DIMENSION.get(name)
     rank, size = _among_sharers()
     if size == 1 or dimension is None:
-        yield _Part(name, parameter, by_expert)
+        yield _Part(name, parameter, by_expert, replica=rank)
         return
     halves = 2 if gated and name.startswith("linear_fc1.") else 1
     for half, data in enumerate(parameter.detach().chunk(halves, 1 + dimension)):
@@ -74,15 +75,16 @@ def _of_each(name: str, parameter: Tensor, gated: bool, axis: int) -> Iterator[_
     first = len(parameter) * parallel_state.get_expert_model_parallel_rank()
     dimension = SPLIT_DIMENSION.get(name)
     rank, size = _among_sharers()
-    split = () if size == 1 or dimension is None else ((axis + dimension, rank, size),)
+    split = ((axis + dimension, rank, size),) if size > 1 and dimension is not None else ()
+    replica = 0 if split else rank
     for number, expert in enumerate(parameter.detach(), start=first):
         key = f"{number}.{name}"
         if gated and name.startswith("linear_fc1."):
             gate, up = expert.chunk(2)
-            yield _Part(f"{key}_w", gate, split)
-            yield _Part(f"{key}_v", up, split)
+            yield _Part(f"{key}_w", gate, split, replica=replica)
+            yield _Part(f"{key}_v", up, split, replica=replica)
         else:
-            yield _Part(key, expert, split)
+            yield _Part(key, expert, split, replica=replica)
 
 
 def _among_sharers() -> tuple[int, int]:

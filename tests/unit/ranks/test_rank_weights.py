@@ -16,7 +16,7 @@ from tests.support.patience import PATIENCE_SECONDS
 from tests.support.sweeps import some
 
 ROOT = Path(__file__).parents[3]
-CASES = some(["dense:2,1,1", "experts:1,1,2"], 1)
+CASES = some(["dense:2,1,1", "experts:1,1,2", "experts:2,1,1"], 1)
 PROJECTION = "decoder.layers.1.self_attention.linear_proj.weight"
 Found = dict[str, Any]
 
@@ -25,7 +25,7 @@ Found = dict[str, Any]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With what all layouts gave."""
     made = tmp_path_factory.mktemp("rank_weights")
-    alone = [f"{case.partition(':')[0]}:1,1,1" for case in CASES]
+    alone = dict.fromkeys(f"{case.partition(':')[0]}:1,1,1" for case in CASES)
     names = [*alone, *CASES]
     subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.support.ranked_weights", str(made), *names],

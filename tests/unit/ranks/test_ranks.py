@@ -22,7 +22,7 @@ from tests.support.patience import PATIENCE_SECONDS
 from tests.support.sweeps import some
 
 ROOT = Path(__file__).parents[3]
-LAYOUTS = {"dense": ("2,1,1", "1,2,1", "2,2,1"), "experts": ("1,1,2",)}
+LAYOUTS = {"dense": ("2,1,1", "1,2,1", "2,2,1"), "experts": ("1,1,2", "2,1,1")}
 ALONE = "1,1,1"
 DEPTHS = ("0", "1", "2", "4")
 ABORTED = 2
