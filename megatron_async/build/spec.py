@@ -177,12 +177,9 @@ def _check_suits(given: KVCache, model: ModelDescription, drafting: Drafting) ->
             raise ConfigError(f"the context has {name}={has} and the model needs {needs}")
 
 
-def micro_batches_of(model: ModelDescription, config: EngineConfig, device: str) -> int:
-    """Return what the configuration says, or one for each pipeline stage. On GPUs, where several
-    have not run yet, return one."""
-    if config.pipeline_micro_batches is not None:
-        return config.pipeline_micro_batches
-    return 1 if device == "cuda" else model.stages
+def micro_batches_of(model: ModelDescription, config: EngineConfig) -> int:
+    """Return what the configuration says, or one for each pipeline stage."""
+    return config.pipeline_micro_batches or model.stages
 
 
 def draft_limit_of(draft: ModelDescription, sizes: CacheSizes) -> int | None:
@@ -260,5 +257,5 @@ def limits_of(
         # Drafting writes behind the last token, and reads from there.
         attention_window=model.attention_window if window == 1 else None,
         state_snapshots=state_snapshots,
-        micro_batches=min(micro_batches_of(model, config, device), sizes.max_requests),
+        micro_batches=min(micro_batches_of(model, config), sizes.max_requests),
     )

@@ -133,7 +133,7 @@ def add_parallel_options(parser: argparse.ArgumentParser, default: int | None = 
         kind = integer(1, MAX_RANKS)
         add(FLAGS[name], dest=name, type=kind, default=default, metavar="N", help=what)
     said_batches = "parts of the running requests that are planned in turns, so that all stages "
-    said_batches += "compute (default: one for each stage; on GPUs one)"
+    said_batches += "compute (default: one for each stage)"
     kind = integer(1, MAX_RANKS)
     add(FLAGS["pipeline_micro_batches"], type=kind, metavar="N", help=said_batches)
     what = "of silence after which a rank counts as dead; 0 is never (default: "
