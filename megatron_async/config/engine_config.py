@@ -150,8 +150,7 @@ class EngineConfig:
             processes that share the model's layers, that have some of its layers each, and that
             have some of its experts each (``ranks/layout.py``); 1 is one process.
         pipeline_micro_batches: parts of the running requests that are planned in turns, so that
-            all stages of layers compute, at most one for each request; None is one for each stage
-            (on GPUs one).
+            all stages of layers compute, at most one for each request; None is one for each stage.
         rank_timeout_seconds: a rank that has not answered for so long counts as dead, and ends the
             group; eight times as long while it starts, loads or captures. 0 waits for ever.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None takes the checkpoint's on a GPU
