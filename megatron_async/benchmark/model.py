@@ -104,8 +104,7 @@ def load_benchmark_model(
             drafts has another vocabulary.
         CheckpointError: the model cannot be loaded.
     """
-    device = resolve_device(args.device)
-    dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    resolve_device(args.device)
     started = time.perf_counter()
     names = (*PARALLEL_SIZES, "rank_timeout_seconds")
     ranks: dict[str, Any] = {k: v for k in names if (v := getattr(args, k, None)) is not None}
@@ -115,6 +114,27 @@ def load_benchmark_model(
         yield config_of(args.model or "tiny") if args.shape is None else SHAPES[args.shape]
 
     group = start_ranks(engine_config, describe)
+    try:
+        return _load(args, engine_config, group, started, longest=longest, what=what, seed=seed)
+    except BaseException:
+        if group is not None:
+            group.close()
+        raise
+
+
+def _load(
+    args: argparse.Namespace,
+    engine_config: EngineConfig,
+    group: RankGroup | None,
+    started: float,
+    *,
+    longest: int,
+    what: str,
+    seed: int,
+) -> BenchmarkModel:
+    """Load the model on this rank, and have the others load it."""
+    device = resolve_device(args.device)
+    dtype = None if args.dtype is None else getattr(torch, args.dtype)
     if group is not None:
         device = device_of_rank(device.type)
     if args.shape is not None:

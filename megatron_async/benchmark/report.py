@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from megatron_async.benchmark.measuring.host import HostConditions, conditions_line
 from megatron_async.cli.output.table import format_table
 from megatron_async.models.fused.report import lines as fallback_lines
+from megatron_async.perfetto.bubble import said
 
 
 class Column(NamedTuple):
@@ -179,6 +180,7 @@ def _tail(report: dict[str, Any]) -> list[str]:
             batch = f"batch {row['batch']}, " if "batch" in row else ""
             window = f", window {row['window']}" if row.get("window", 1) > 1 else ""
             lines.append(f"failed: {batch}depth {row['depth']}{window}: {row['error']}")
+    lines += _bubbles(report["results"])
     startup = report["startup"]
     if startup is not None:
         phases = {**startup["phases"], "total": startup["total"]}
@@ -188,6 +190,17 @@ def _tail(report: dict[str, Any]) -> list[str]:
     for baseline in report["baselines"]:
         lines += [_baseline_line(row) for row in baseline["results"]]
         lines += [f"baseline {baseline['name']} skipped: {why}" for why in baseline["skipped"]]
+    return lines
+
+
+def _bubbles(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """For each row with pipeline stages the share of the time in which these did not compute."""
+    lines = []
+    for row in rows:
+        shares = (row.get("events") or {}).get("bubble")
+        if shares:
+            where = f"batch {row['batch']}, " if "batch" in row else ""
+            lines.append(f"bubble, {where}depth {row['depth']}: {said(shares)}")
     return lines
 
 

@@ -55,7 +55,8 @@ class Workload(ABC):
         self.progress = progress
         self.drafts = all_drafts(args)
         on_gpu = model.device.type == "cuda"
-        self.marks = on_gpu if args.events is None else bool(args.events)
+        has_stages = model.layout_sizes.get("pipeline", 1) > 1
+        self.marks = on_gpu or has_stages if args.events is None else bool(args.events)
         self.profiles = bool(args.profile and on_gpu)
 
     @property

@@ -30,7 +30,7 @@ POISON = -0x5A5A5A5B
 MAX_JITTER_SECONDS = 2e-4
 
 
-_Queue: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], None], str, int] | None]"
+_Queue: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], None], str, int, int] | None]"
 
 
 class CpuDevice:
@@ -47,7 +47,7 @@ class CpuDevice:
         self.jitters = jitter_seed is not None
         self._jitter = random.Random(jitter_seed)
         self._work: _Queue = queue.SimpleQueue()
-        self._ticket = -1
+        self._ticket = self._sampled = -1
         self.failure: BaseException | None = None
         # Not a condition: one that a signal interrupts may not get its lock back.
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -66,7 +66,7 @@ class CpuDevice:
 
     def enqueue(self, work: Callable[[], None], name: str) -> None:
         self.raise_failure()
-        self._work.put((work, name, self._ticket))
+        self._work.put((work, name, self._ticket, self._sampled))
 
     def inline(self) -> AbstractContextManager[None]:
         return torch.inference_mode()
@@ -83,9 +83,12 @@ class CpuDevice:
     def mark_ticket(self, ticket: int) -> None:
         self._ticket = ticket
 
+    def mark_sampled(self, ticket: int) -> None:
+        self._sampled = ticket
+
     def synchronize(self) -> None:
         done = threading.Event()
-        self._work.put((done.set, "synchronize", self._ticket))
+        self._work.put((done.set, "synchronize", self._ticket, -1))
         while not done.wait(timeout=0.1):
             self.raise_failure()
         self.raise_failure()
@@ -143,7 +146,7 @@ class CpuDevice:
         if self._jitter.random() < 0.5:
             time.sleep(self._jitter.random() * MAX_JITTER_SECONDS)
 
-    def run(self, work: Callable[[], None], name: str, ticket: int) -> None:
+    def run(self, work: Callable[[], None], name: str, ticket: int, sampled: int = -1) -> None:
         """Do one piece of work, on the stream's thread."""
         if self.failure is not None and name != "synchronize":
             return
@@ -157,7 +160,7 @@ class CpuDevice:
             self.wake()
         timeline = self.timeline  # another thread may drop it meanwhile
         if timeline is not None:
-            timeline.append(Span(name, ticket, start, time.perf_counter_ns()))
+            timeline.append(Span(name, ticket, start, time.perf_counter_ns(), sampled))
 
 
 def _run(queued: _Queue, device_of: weakref.ref[CpuDevice], over: threading.Event) -> None:

@@ -53,7 +53,7 @@ class CudaDevice:
         self.results_taken = 0
         """Results that the host has taken: what came before their S on the stream is over."""
         self.timeline: CudaTimeline | None = None
-        self.ticket = -1
+        self.ticket = self.sampled = -1
         self.failure: BaseException | None = None
         """Why what is on the stream may never end."""
 
@@ -63,7 +63,7 @@ class CudaDevice:
             if timeline is None:
                 work()
             else:
-                timeline.record(work, name, self.ticket)
+                timeline.record(work, name, self.ticket, self.sampled)
 
     @contextmanager
     def inline(self) -> Iterator[None]:
@@ -108,6 +108,9 @@ class CudaDevice:
 
     def mark_ticket(self, ticket: int) -> None:
         self.ticket = ticket
+
+    def mark_sampled(self, ticket: int) -> None:
+        self.sampled = ticket
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
@@ -160,7 +163,7 @@ class _CudaGraph:
             if timeline is None:
                 self._graph.replay()
             else:
-                timeline.record(self._graph.replay, self._name, device.ticket)
+                timeline.record(self._graph.replay, self._name, device.ticket, device.sampled)
 
 
 class _EagerCall:

@@ -30,6 +30,7 @@ def mean_us(work: Callable[[], object], count: int) -> float:
 class _Mark(NamedTuple):
     name: str
     ticket: int
+    sampled: int
     called_ns: int
     begin: torch.cuda.Event
     end: torch.cuda.Event
@@ -61,7 +62,7 @@ class CudaTimeline:
                 best = after - before
                 self._base, self._base_ns = event, (before + after) // 2
 
-    def record(self, work: Callable[[], None], name: str, ticket: int) -> None:
+    def record(self, work: Callable[[], None], name: str, ticket: int, sampled: int = -1) -> None:
         """Run ``work``, which puts its work on the stream, between two events."""
         begin = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
@@ -69,7 +70,7 @@ class CudaTimeline:
         begin.record(self._stream)
         work()
         end.record(self._stream)
-        self._marks.append(_Mark(name, ticket, called, begin, end))
+        self._marks.append(_Mark(name, ticket, sampled, called, begin, end))
 
     def spans(self) -> list[Span]:
         """Everything recorded, in stream order, in nanoseconds of ``time.perf_counter_ns``."""
@@ -86,8 +87,8 @@ class CudaTimeline:
 
     def _spans_of(self, marks: Collection[_Mark]) -> list[Span]:
         spans = [
-            Span(mark.name, mark.ticket, self._host_ns(mark.begin), self._host_ns(mark.end))
-            for mark in marks
+            Span(m.name, m.ticket, self._host_ns(m.begin), self._host_ns(m.end), m.sampled)
+            for m in marks
         ]
         # Nothing runs before it was launched: what looks so is the error of the alignment.
         pairs = zip(spans, marks, strict=True)

@@ -18,12 +18,14 @@ Ints = npt.NDArray[np.int32]
 
 
 class Span(NamedTuple):
-    """One piece of work in a timeline; times in nanoseconds of ``time.perf_counter_ns``."""
+    """One piece of work in a timeline; times in nanoseconds of ``time.perf_counter_ns``. An S in it
+    is that of ticket ``sampled``."""
 
     name: str
     ticket: int
     start_ns: int
     end_ns: int
+    sampled: int = -1
 
 
 class Graph(Protocol):
@@ -103,6 +105,9 @@ class Device(Protocol):
 
     def mark_ticket(self, ticket: int) -> None:
         """Work enqueued from now on belongs to this ticket (for timelines)."""
+
+    def mark_sampled(self, ticket: int) -> None:
+        """The next S that is enqueued is that of this ticket (for timelines)."""
 
     def start_timeline(self, most: int | None = None) -> None:
         """Record from now on when work runs, the last ``most`` pieces of it; on CUDA this waits for

@@ -6,17 +6,22 @@ truncates finds slices that touch still touching: Perfetto drops those that over
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_async.device.kernel_profiler import DeviceKernel
 from megatron_async.device.protocol import Span
 from megatron_async.engine.lifecycle.host_timeline import HostTimeline
 from megatron_async.engine.stepping.loop import NO_TICKET
+from megatron_async.perfetto.bubble import Stage, bubble, by_stage
 from megatron_async.perfetto.timeline import DeviceStep, device_steps
 from megatron_async.request.request import StepReport
 
+if TYPE_CHECKING:
+    from megatron_async.ranks.timelines import RankTimeline
+
 PROCESS = 1
+"""Rank 0's number; that of rank n is n more."""
 HOST_LANE, DEVICE_LANE, FIRST_KERNEL_LANE = 1, 2, 3
 GRID_NS = 125
 
@@ -26,8 +31,11 @@ Event = dict[str, Any]
 class Recording(NamedTuple):
     """Some steps: the host's slices in the order of their ends, the device's in stream order.
 
-    What began before ``start_ns`` was not meant to be shown: the device's part of it says which
-    ticket's logits were pending.
+    What began before ``start_ns`` was not meant to be shown.
+
+    Attributes:
+        ranks: the other ranks of the model, on the same clock.
+        collectives: those that rank 0's device ran, where they are seen.
     """
 
     title: str
@@ -36,6 +44,8 @@ class Recording(NamedTuple):
     host: HostTimeline
     device: list[Span]
     kernels: list[DeviceKernel]
+    ranks: Sequence[RankTimeline] = ()
+    collectives: Sequence[Span] = ()
 
 
 class Summary(NamedTuple):
@@ -52,6 +62,8 @@ class Summary(NamedTuple):
     flows: int
     drafted: int
     accepted: int
+    bubble: list[float] | None
+    """By stage, see :func:`~megatron_async.perfetto.bubble.bubble`."""
 
 
 def trace_events(recording: Recording) -> tuple[list[Event], Summary]:
@@ -67,11 +79,13 @@ def trace_events(recording: Recording) -> tuple[list[Event], Summary]:
         writer.slice(HOST_LANE, span, _host_title(span, report), args)
     for step in steps:
         args = {"ticket": step.span.ticket, "work": step.span.name}
-        sampled = recording.host.reports.get(step.sampled)
+        sampled = recording.host.reports.get(step.handed_out)
         if sampled is not None and sampled.drafted:
             args |= {"drafted": sampled.drafted, "accepted": sampled.accepted}
         writer.slice(DEVICE_LANE, step.span, step.title, args)
-    flows = _flows(host, steps, writer)
+    writer.collectives(recording.collectives)
+    stages = _add_ranks(recording, steps, writer)
+    flows = _flows(host, stages, writer)
     _counters(recording.host, start, writer)
     kernels = [kernel for kernel in recording.kernels if kernel.start_ns >= start]
     lanes = _lay_out(kernels)
@@ -82,12 +96,14 @@ def trace_events(recording: Recording) -> tuple[list[Event], Summary]:
     tickets = [launch.ticket for launch in recording.host.launches if launch.time_ns >= start]
     commits = [span for span in host if span.name == "commit"]
     first, last = (tickets[0], tickets[-1]) if tickets else (NO_TICKET, NO_TICKET)
-    overlapped = len(overlapped_commits(commits, steps))
+    overlapped = len(overlapped_commits(commits, [step for _, each in stages for step in each]))
     reports = [
         recording.host.reports[c.ticket] for c in commits if c.ticket in recording.host.reports
     ]
     drafts = sum(report.drafted for report in reports), sum(report.accepted for report in reports)
-    summary = Summary(first, last, len(commits), overlapped, flows, *drafts)
+    own = Stage(recording.device, recording.collectives)
+    pauses = bubble(by_stage(own, recording.ranks), start)
+    summary = Summary(first, last, len(commits), overlapped, flows, *drafts, pauses)
     return [*_metadata(recording, len(lanes)), *writer.in_order()], summary
 
 
@@ -109,6 +125,28 @@ def short_name(kernel: str) -> str:
     return name.split("::")[-1] or kernel
 
 
+def _add_ranks(
+    recording: Recording, own: list[DeviceStep], writer: _Writer
+) -> list[tuple[int, list[DeviceStep]]]:
+    """Add what ranks other than 0 did; returns for each stage the process that shows its first
+    rank, with the device's work there."""
+    stages = {0: (PROCESS, own)}
+    for each in recording.ranks:
+        process = PROCESS + each.rank
+        start = recording.start_ns
+        for span in each.host:
+            if span.start_ns >= start:
+                ticket = {"ticket": span.ticket}
+                writer.slice(HOST_LANE, span, _host_title(span, None), ticket, process)
+        steps = [step for step in device_steps(each.device) if step.span.start_ns >= start]
+        for step in steps:
+            args = {"ticket": step.span.ticket, "work": step.span.name}
+            writer.slice(DEVICE_LANE, step.span, step.title, args, process)
+        writer.collectives(each.collectives, process)
+        stages.setdefault(each.stage, (process, steps))
+    return [stages[stage] for stage in sorted(stages)]
+
+
 class _Writer:
     """Collects events; ``in_order`` sorts them as a reader needs them."""
 
@@ -116,16 +154,24 @@ class _Writer:
         self._start_ns = start_ns
         self._events: list[tuple[tuple[int, int, int], Event]] = []
 
-    def slice(self, lane: int, span: Span, name: str, args: Event) -> None:
+    def collectives(self, spans: Iterable[Span], process: int = PROCESS) -> None:
+        for span in spans:
+            if span.start_ns >= self._start_ns:
+                self.slice(DEVICE_LANE, span, span.name, {"work": "collective"}, process)
+
+    def slice(self, lane: int, span: Span, name: str, args: Event, process: int = PROCESS) -> None:
         start, end = self._grid(span.start_ns), self._grid(span.end_ns)
         event = {"name": name, "cat": span.name, "ph": "X", "dur": _us(end - start)}
-        self._add(lane, (start, start - end, 0), event | {"args": args})
+        self._add(lane, (start, start - end, 0), event | {"args": args}, process)
 
-    def flow(self, phase: str, lane: int, span: Span, ticket: int) -> None:
-        """One point of a ticket's arrow, bound to the slice that encloses the span's begin."""
+    def flow(self, phase: str, process: int, lane: int, span: Span, ticket: int, after: int) -> int:
+        """One point of a ticket's arrow, bound to the slice that encloses it: at its begin, or
+        later in it if the point before, at ``after``, is later. Returns where it is."""
         start, end = self._grid(span.start_ns), self._grid(span.end_ns)
+        at = min(max(start, after + 1), max(start, end - 1))
         event = {"name": "ticket", "cat": "ticket", "ph": phase, "id": ticket, "bp": "e"}
-        self._add(lane, (start, start - end, 1), event)
+        self._add(lane, (at, at - end, 1), event, process)
+        return at
 
     def counter(self, name: str, time_ns: int, values: dict[str, int]) -> None:
         event = {"name": name, "ph": "C", "args": values}
@@ -134,10 +180,12 @@ class _Writer:
     def in_order(self) -> list[Event]:
         return [event for _, event in sorted(self._events, key=lambda item: item[0])]
 
-    def _add(self, lane: int, order: tuple[int, int, int], event: Event) -> None:
+    def _add(
+        self, lane: int, order: tuple[int, int, int], event: Event, process: int = PROCESS
+    ) -> None:
         """``order``: time, and among equal times what ends later is around the others, and a flow
         comes after its slice."""
-        where = {"ts": _us(order[0]), "pid": PROCESS, "tid": lane}
+        where = {"ts": _us(order[0]), "pid": process, "tid": lane}
         self._events.append((order, event | where))
 
     def _grid(self, time_ns: int) -> int:
@@ -150,25 +198,33 @@ def _us(grid: int) -> float:
 
 def _host_title(span: Span, report: StepReport | None) -> str:
     if span.ticket == NO_TICKET:
-        return f"{span.name}: nothing"
+        return span.name if span.name == "receive" else f"{span.name}: nothing"
     drafts = ""
     if report is not None and report.drafted:
         drafts = f": {report.accepted} of {report.drafted} drafts"
     return f"{span.name} {span.ticket}{drafts}"
 
 
-def _flows(host: Sequence[Span], steps: Sequence[DeviceStep], writer: _Writer) -> int:
-    """Arrows from launch n over F(n) and S(n) to commit n, for tickets that have all four."""
-    points = (
-        ("s", HOST_LANE, {span.ticket: span for span in host if span.name == "launch"}),
-        ("t", DEVICE_LANE, {step.forwarded: step.span for step in steps}),
-        ("t", DEVICE_LANE, {step.sampled: step.span for step in steps}),
-        ("f", HOST_LANE, {span.ticket: span for span in host if span.name == "commit"}),
-    )
-    tickets = set.intersection(*(set(spans) for _, _, spans in points)) - {NO_TICKET}
+def _flows(
+    host: Sequence[Span], stages: Sequence[tuple[int, list[DeviceStep]]], writer: _Writer
+) -> int:
+    """Arrows from launch n over F(n) of each stage, S(n) of the last one and T(n) of the first one
+    to commit n, for tickets that have them all."""
+    first, last = stages[0], stages[-1]
+    launches = {span.ticket: span for span in host if span.name == "launch"}
+    commits = {span.ticket: span for span in host if span.name == "commit"}
+    points = [("s", PROCESS, HOST_LANE, launches)]
+    for process, steps in stages:
+        points.append(("t", process, DEVICE_LANE, {step.forwarded: step.span for step in steps}))
+    points.append(("t", last[0], DEVICE_LANE, {step.sampled: step.span for step in last[1]}))
+    if len(stages) > 1:
+        points.append(("t", PROCESS, DEVICE_LANE, {step.taken: step.span for step in first[1]}))
+    points.append(("f", PROCESS, HOST_LANE, commits))
+    tickets = set.intersection(*(set(spans) for *_, spans in points)) - {NO_TICKET}
     for ticket in sorted(tickets):
-        for phase, lane, spans in points:
-            writer.flow(phase, lane, spans[ticket], ticket)
+        at = -1
+        for phase, process, lane, spans in points:
+            at = writer.flow(phase, process, lane, spans[ticket], ticket, at)
     return len(tickets)
 
 
@@ -209,9 +265,21 @@ def _metadata(recording: Recording, kernel_lanes: int) -> list[Event]:
     names = {HOST_LANE: "host", DEVICE_LANE: f"device: {recording.device_name}"}
     for lane in range(kernel_lanes):
         names[FIRST_KERNEL_LANE + lane] = "kernels" + (f" {lane + 1}" if lane else "")
-    said: list[tuple[str, int, Event]] = [("process_name", HOST_LANE, {"name": recording.title})]
-    for lane, name in names.items():
+    title = f"rank 0: {recording.title}" if recording.ranks else recording.title
+    said = _names(PROCESS, title, names)
+    for each in recording.ranks:
+        lanes = {HOST_LANE: "host", DEVICE_LANE: "device"}
+        said += _names(PROCESS + each.rank, f"rank {each.rank}, stage {each.stage}", lanes)
+    return said
+
+
+def _names(process: int, title: str, lanes: Mapping[int, str]) -> list[Event]:
+    said: list[tuple[str, int, Event]] = [
+        ("process_name", HOST_LANE, {"name": title}),
+        ("process_sort_index", HOST_LANE, {"sort_index": process}),
+    ]
+    for lane, name in lanes.items():
         said.append(("thread_name", lane, {"name": name}))
         said.append(("thread_sort_index", lane, {"sort_index": lane}))
-    common = {"ph": "M", "ts": 0.0, "pid": PROCESS}
+    common = {"ph": "M", "ts": 0.0, "pid": process}
     return [{**common, "name": name, "tid": lane, "args": args} for name, lane, args in said]

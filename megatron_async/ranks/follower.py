@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -16,10 +17,11 @@ from megatron_async.models.parallel import ModelParallel
 from megatron_async.ranks import messages, process_group
 from megatron_async.ranks.channel import Receiver, RingReceiver
 from megatron_async.ranks.layout import Layout
-from megatron_async.ranks.messages import ANSWERS, MESSAGES, Done, Failed, Message
+from megatron_async.ranks.messages import ANSWERS, MESSAGES, Answer, Done, Failed, Message
 from megatron_async.ranks.rendezvous.call import Line
 from megatron_async.ranks.rendezvous.meeting import connect
 from megatron_async.ranks.rendezvous.shared import Shared
+from megatron_async.ranks.timelines import Recorder
 from megatron_async.runner.model_runner import ModelRunner
 
 SPIN_SECONDS = {"cpu": 0.0002, "cuda": 0.02}
@@ -66,10 +68,9 @@ class Group:
         ring = self._ring
         return MESSAGES.decode(self._line.messages.get() if ring is None else ring.receive())
 
-    def answer(self, error: MegatronAsyncError | None) -> None:
+    def answer(self, answer: Answer) -> None:
         """Say that the last message is done, or why it cannot be."""
-        done = Done() if error is None else Done(type(error).__name__, str(error))
-        self._line.say(ANSWERS.encode(done))
+        self._line.say(ANSWERS.encode(answer))
 
     def fail(self, error: BaseException) -> None:
         """Say why this rank ends."""
@@ -121,23 +122,38 @@ class Follower:
         self._model = model
         self._engines: dict[int, tuple[Device, ModelRunner]] = {}
         self._replace: Callable[[], None] | None = None
+        self._recorder: Recorder | None = None
 
     def run(self) -> None:
         """Follow until rank 0 ends the group."""
-        while not isinstance(message := self._group.receive(), messages.Stop):
+        while not isinstance(message := self._receive(), messages.Stop):
             if not message.is_answered:
                 self._step(message)
                 continue
-            error = None
             try:
-                self._prepare(message)
+                answer = self._prepare(message) or Done()
             except MegatronAsyncError as refused:
-                error = refused
-            self._group.answer(error)
+                answer = Done(type(refused).__name__, str(refused))
+            self._group.answer(answer)
 
-    def _prepare(self, message: Message) -> None:
-        """What rank 0 waits for."""
+    def _receive(self) -> Message:
+        if self._recorder is None:
+            return self._group.receive()
+        with self._recorder.seen("receive"):
+            return self._group.receive()
+
+    def _prepare(self, message: Message) -> Answer | None:
+        """What rank 0 waits for; returns what it answers if not that it is done."""
         match message:
+            case messages.StartTimeline(engine=number):
+                self._recorder = Recorder(*self._engines[number])
+            case messages.TakeTimeline():
+                recorder, self._recorder = self._recorder, None
+                if recorder is None:
+                    raise IntegrityError("nothing is recorded on this rank")
+                return recorder.take()
+            case messages.AskClock():
+                return messages.Now(time.perf_counter_ns())
             case messages.LoadModel():
                 self._model.load(message)
             case messages.BuildModel():
@@ -159,6 +175,7 @@ class Follower:
                 self._model.sleep(message)
             case messages.WakeUp():
                 self._model.wake_up(message)
+        return None
 
     def _synchronize(self) -> None:
         for device, _ in self._engines.values():
@@ -173,7 +190,11 @@ class Follower:
             raise IntegrityError(f"{type(message).__name__} is about an engine that is not there")
         match message:
             case messages.Launch(plan=plan):
-                runner.launch(plan)
+                if self._recorder is None:
+                    runner.launch(plan)
+                else:
+                    with self._recorder.seen("launch", plan.number):
+                        runner.launch(plan)
                 runner.skip_results()
             case messages.Sample(number=number):
                 runner.sample_until(number)

@@ -34,7 +34,7 @@ from megatron_async.processes.watching.heartbeat import Heartbeats
 from megatron_async.ranks import new_weights, process_group
 from megatron_async.ranks.channel import Sender
 from megatron_async.ranks.layout import Layout
-from megatron_async.ranks.messages import ANSWERS, MESSAGES, Done, Failed, Message, Stop
+from megatron_async.ranks.messages import ANSWERS, MESSAGES, Answer, Done, Failed, Message, Stop
 from megatron_async.ranks.rendezvous.call import BEAT
 from megatron_async.ranks.rendezvous.shared import remove_folder
 
@@ -62,6 +62,7 @@ class RankGroup:
         parallel: rank 0's own place, once :meth:`join` is over.
         model_path: the directory of the model; None of random weights.
         failure: why the group has ended; None while it lives.
+        is_on_one_host: all ranks are.
     """
 
     parallel: ModelParallel
@@ -82,7 +83,7 @@ class RankGroup:
         self._calls = calls
         self._processes = processes
         self._sending = threading.Lock()
-        self._answers: queue.SimpleQueue[MegatronAsyncError | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[int, Answer, int]] = queue.SimpleQueue()
         self._joined = self._closed = False
         self._engines = 0
         self._steps_of: int | None = None
@@ -95,7 +96,7 @@ class RankGroup:
         self._end = weakref.finalize(
             self, _end_all, list(processes.values()), list(calls.values()), sender
         )
-        self._is_on_one_host = folder is not None
+        self.is_on_one_host = folder is not None
         self._tidy_up = weakref.finalize(self, remove_folder, folder)
         # The thread keeps the group no longer than somebody else does.
         self._watching = threading.Thread(
@@ -114,7 +115,7 @@ class RankGroup:
         def join() -> ModelParallel:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            process_group.join(self.layout, device, store, 0, self._is_on_one_host)
+            process_group.join(self.layout, device, store, 0, self.is_on_one_host)
             return ModelParallel(self.layout, 0, device)
 
         self.parallel = self._while_alive(join)
@@ -190,18 +191,26 @@ class RankGroup:
             if self._steps_of == engine:
                 self._steps_of = None
 
-    def await_answers(self) -> None:
+    def await_answers(self) -> dict[int, tuple[Answer, int]]:
         """Wait until all ranks have done the last message that is answered.
+
+        Returns:
+            By rank what it has answered, and when that came, by ``time.perf_counter_ns``.
 
         Raises:
             MegatronAsyncError: one could not, of the type that it met.
             RankDiedError: the group has ended.
         """
         failed: MegatronAsyncError | None = None
+        found: dict[int, tuple[Answer, int]] = {}
         for _ in self._calls:
-            failed = self._answer() or failed
+            rank, said, time_ns = self._answer()
+            found[rank] = said, time_ns
+            if isinstance(said, Done):
+                failed = _error_of(rank, said) or failed
         if failed is not None:
             raise failed
+        return found
 
     def read_weights(
         self, model: object, source: object, read: Callable[[], Callable[[], None]], **checks: bool
@@ -209,7 +218,7 @@ class RankGroup:
         """See :func:`megatron_async.ranks.new_weights.read_weights`."""
         return new_weights.read_weights(self, model, source, read, **checks)
 
-    def _answer(self) -> MegatronAsyncError | None:
+    def _answer(self) -> tuple[int, Answer, int]:
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._answers.get(timeout=0.1)
@@ -268,7 +277,7 @@ class RankGroup:
                 self._died(rank, said.reason)
                 return False
             self._answered[rank] += 1
-            self._answers.put(_error_of(rank, said))
+            self._answers.put((rank, said, time.perf_counter_ns()))
         if not ready and not self._heartbeats.wait_seconds(time.monotonic()):
             return self._ask_all()
         return not self._closed

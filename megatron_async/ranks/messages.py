@@ -12,6 +12,7 @@ import torch
 
 from megatron_async.codec import Codec
 from megatron_async.config.engine_config import EngineConfig
+from megatron_async.device.protocol import Span
 from megatron_async.models.description.config import ModelConfig
 from megatron_async.step.plan import Guess, Plan
 
@@ -144,6 +145,26 @@ class WakeUp(Told, frozen=True):
     is_answered: ClassVar[bool] = True
 
 
+class StartTimeline(Told, frozen=True):
+    """Record from now on what this rank does for engine ``engine``."""
+
+    engine: int
+    is_answered: ClassVar[bool] = True
+
+
+class TakeTimeline(Told, frozen=True):
+    """End the recording; answered by a :class:`Timeline`. Nothing is in flight."""
+
+    engine: int
+    is_answered: ClassVar[bool] = True
+
+
+class AskClock(Told, frozen=True):
+    """Answered by :class:`Now`, at once."""
+
+    is_answered: ClassVar[bool] = True
+
+
 class Stop(Told, frozen=True):
     """End."""
 
@@ -166,6 +187,9 @@ Message = (
     | ReplaceWeights
     | Sleep
     | WakeUp
+    | StartTimeline
+    | TakeTimeline
+    | AskClock
     | Stop
 )
 
@@ -177,11 +201,28 @@ class Done(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknow
     message: str = ""
 
 
+class Timeline(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
+    """What a rank did: its host's work and its waits for what it is told, in the order of their
+    ends; the device's work, in stream order; and the collectives in it, where they are seen."""
+
+    host: list[Span]
+    device: list[Span]
+    collectives: list[Span]
+
+
+class Now(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
+    """A rank's clock, in nanoseconds of ``time.perf_counter_ns``."""
+
+    time_ns: int
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
     """The rank ends; why."""
 
     reason: str
 
 
+Answer = Done | Timeline | Now
+
 MESSAGES: Codec[Message] = Codec(Message)
-ANSWERS: Codec[Done | Failed] = Codec(Done | Failed)
+ANSWERS: Codec[Answer | Failed] = Codec(Answer | Failed)

@@ -154,7 +154,7 @@ class StepGraphs:
         self._forward[rows, window] = capture(partial(self._forward_work, rows, window), "H2D F")
         for extended in self._extended:
             of = SampleShape(rows, window, window - 1, extended)
-            s = "S+" if extended else "S"
+            s = ("T" if self._program.takes_samples else "S") + ("+" if extended else "")
             # The next window is the same one, or the largest.
             for drafts in {window - 1, self._windows[-1] - 1}:
                 alone = of._replace(drafts=drafts)

@@ -256,7 +256,9 @@ class ModelRunner:
         if guided is not None and not guided.come_between(plan):
             guided = None
         if is_decode and due == 1 and not guided and unsampled[0].sampled[:3] == steady:
-            graphs.step(unsampled.popleft().sampled, controlled=bool(plan.control)).replay()
+            sampled = unsampled.popleft()
+            self.device.mark_sampled(sampled.number)
+            graphs.step(sampled.sampled, controlled=bool(plan.control)).replay()
         else:
             if plan.control:
                 graphs.control().replay()
@@ -270,8 +272,8 @@ class ModelRunner:
                 graphs.launch_mixed(shape, _prompt_targets(plan))
         if plan.snapshots:
             self._copy_states(plan.snapshots, "snapshot")
-        sampled = SampleShape(shape.rows, plan.window, plan.drafts, plan.extended)
-        self.pending = ticket = Ticket(plan.number, plan, sampled)
+        later = SampleShape(shape.rows, plan.window, plan.drafts, plan.extended)
+        self.pending = ticket = Ticket(plan.number, plan, later)
         unsampled.append(ticket)
         self._launched = plan.number + 1
         return ticket
@@ -376,6 +378,7 @@ class ModelRunner:
             processed = self._program.process(ticket.sampled, processors)
         work = partial(self._program.sample_processed, ticket.sampled, processed)
         self.launching = True
+        self.device.mark_sampled(ticket.number)
         self.device.enqueue(work, "S+ processed")
         if self._guided_drafts is not None:
             self._guided_drafts.follow(ticket.number)
@@ -444,6 +447,7 @@ class ModelRunner:
 
     def _sample_oldest(self) -> None:
         ticket, started = self._unsampled[0], time.perf_counter_ns()
+        self.device.mark_sampled(ticket.number)
         self._graphs.sample(ticket.sampled).replay()
         if self._guided_drafts is not None:
             self._guided_drafts.follow(ticket.number)

@@ -97,6 +97,8 @@ class StepProgram:
         self._candidates = self._pending_logits[:, : model.vocab_size]
         self._parallel: ModelParallel | None = model.parallel
         self._has_stages = self._parallel is not None and self._parallel.layout.pipeline > 1
+        self.takes_samples = self._parallel is not None and not self._parallel.is_last
+        """S is T: it takes what the last of several stages has sampled."""
         self._stage = SamplingStage(
             self._row_records, batch, model, drafter, results, extras, synthetic_acceptance
         )

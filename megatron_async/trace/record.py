@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import platform
 import time
 from collections.abc import Iterable
-from typing import Any
-
-import torch
 
 from megatron_async.benchmark.drafts import Drafts
 from megatron_async.benchmark.measuring.engines import decode_config, start_engine
@@ -16,9 +12,9 @@ from megatron_async.benchmark.measuring.loads import Load
 from megatron_async.benchmark.model import load_benchmark_model
 from megatron_async.device import resolve_device
 from megatron_async.device.kernel_profiler import KernelProfiler
-from megatron_async.engine.lifecycle.host_timeline import HostTimeline
 from megatron_async.errors import ConfigError
 from megatron_async.perfetto.events import Recording
+from megatron_async.perfetto.recorder import StepRecorder
 
 LEAD_IN = 6
 """Steady steps between the start of the timelines and the first that is shown."""
@@ -64,9 +60,27 @@ class Subject:
         dtype_name = str(model.dtype).removeprefix("torch.")
         self.title = f"{model.name}, {dtype_name}, batch {args.batch_size}, depth {args.depth}"
         self.title += drafts.said
-        self.engine = start_engine(model, config, load).engine
+        self._group = model.group
+        if self._group is not None:
+            self.title += f", {self._group.layout}"
+        try:
+            self.engine = start_engine(model, config, load).engine
+        except BaseException:
+            self._end_ranks()
+            raise
         self._args = args
         self._requests = load.requests(model.network.vocab_size, args.batch_size + 1)
+
+    def close(self) -> None:
+        """Close the engine, and end the ranks of the model."""
+        try:
+            self.engine.close()
+        finally:
+            self._end_ranks()
+
+    def _end_ranks(self) -> None:
+        if self._group is not None:
+            self._group.close()
 
     def run_once(self) -> None:
         """Decode the whole load unrecorded, so that no kernel is compiled while it is recorded."""
@@ -80,18 +94,16 @@ class Subject:
         engine = self.engine
         self._fill()
         profiler = KernelProfiler() if self._args.kernels else None
-        host = HostTimeline(engine)
-        engine.device.start_timeline()
+        recorder = StepRecorder(engine)
         for _ in range(LEAD_IN):
             engine.step_modern()
         start_ns = time.perf_counter_ns()
         self._steps(steps)
         engine.suspend()
-        device = engine.device.take_timeline()
-        host.detach()
-        kernels = [] if profiler is None else profiler.take()
+        kernels = (lambda: []) if profiler is None else profiler.take
+        recording = recorder.take(self.title, start_ns, kernels)
         engine.reset()
-        return Recording(self.title, _device_name(engine), start_ns, host, device, kernels)
+        return recording
 
     def _fill(self) -> None:
         """Start from nothing, and step until every row decodes."""
@@ -117,10 +129,3 @@ class Subject:
     def _add(self, request_id: int) -> None:
         request = self._requests[request_id]
         self.engine.add_request(request_id, request.prompt, request.params)
-
-
-def _device_name(engine: Any) -> str:
-    device = engine.device.torch_device
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"a thread of the CPU ({platform.machine()})"

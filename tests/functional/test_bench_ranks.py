@@ -16,11 +16,17 @@ from tests.support.patience import PATIENCE_SECONDS
 def test_one_rank_is_measured_beside_several(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     words = "--shape tiny-llama --prompt-tokens 8 --new-tokens 24 --device cpu --batch-sizes 2"
-    words += " --depths 1 --rounds 1 --tensor-model-parallel-size 2 --baseline one --json"
+    words += " --depths 1 --rounds 1 --pipeline-model-parallel-size 2 --baseline one --json"
     command = [sys.executable, "-m", "megatron_async", "bench", *words.split(), str(report)]
-    subprocess.run(command, check=True, timeout=PATIENCE_SECONDS, capture_output=True)
+    said = subprocess.run(
+        command, check=True, timeout=PATIENCE_SECONDS, capture_output=True, text=True
+    ).stdout
     found = json.loads(report.read_text())
-    assert found["ranks"] == "TP2"
+    assert found["ranks"] == "PP2"
+    (row,) = found["results"]
+    shares = row["events"]["bubble"]
+    assert len(shares) == 2 and all(0 < share < 1 for share in shares)
+    assert "\nbubble, batch 2, depth 1: stage 0 " in said
     (alone,) = found["baselines"]
     assert (alone["name"], alone["skipped"]) == ("one", [])
     (row,) = alone["results"]

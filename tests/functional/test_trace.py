@@ -69,13 +69,13 @@ def hold_forwards(patch: pytest.MonkeyPatch) -> None:
         begun[plan.number].set()
         return commit(self, plan, result)
 
-    def held_run(self: CpuDevice, work: Callable[[], None], name: str, ticket: int) -> None:
+    def held_run(self: CpuDevice, work: Callable[[], None], name: str, *marks: int) -> None:
         def held() -> None:
             work()
-            if "F" in name.split() and ticket > 0:
-                assert begun[ticket - 1].wait(PATIENCE_SECONDS), "the host waits for this forward"
+            if "F" in name.split() and marks[0] > 0:
+                assert begun[marks[0] - 1].wait(PATIENCE_SECONDS), "the host waits for this forward"
 
-        run(self, held, name, ticket)
+        run(self, held, name, *marks)
 
     patch.setattr(Scheduler, "commit", seen_commit)
     patch.setattr(CpuDevice, "run", held_run)
@@ -112,21 +112,23 @@ def check_format(events: list[Event]) -> None:
 
 def bound_flows(events: list[Event]) -> dict[int, list[tuple[str, Event]]]:
     """The slice that encloses each point of each arrow; slices in a lane must nest."""
-    stacks: dict[int, list[Event]] = {}
+    stacks: dict[tuple[int, int], list[Event]] = {}
     flows: dict[int, list[tuple[str, Event]]] = {}
     for event in events:
-        stack = stacks.setdefault(event["tid"], [])
+        stack = stacks.setdefault((event["pid"], event["tid"]), [])
         if event["ph"] in "XCstf":
             while stack and end_of(stack[-1]) <= event["ts"] and stack[-1]["ts"] < event["ts"]:
                 stack.pop()
         if event["ph"] == "X":
             if stack:
                 assert end_of(event) <= end_of(stack[-1]), "slices overlap without nesting"
-                assert event["tid"] == HOST_LANE, "the device does one thing at a time"
+                is_part = event["tid"] == HOST_LANE or event["args"].get("work") == "collective"
+                assert is_part, "the device does one thing at a time"
             stack.append(event)
         elif event["ph"] in "stf":
             assert stack, "an arrow ends at no slice"
-            flows.setdefault(event["id"], []).append((event["ph"], stack[-1]))
+            whole = [each for each in stack if each["args"].get("work") != "collective"]
+            flows.setdefault(event["id"], []).append((event["ph"], whole[-1]))
     return flows
 
 
@@ -377,13 +379,17 @@ def test_a_detached_timeline_sees_nothing_more() -> None:
 
 
 def test_s_is_named_after_the_ticket_whose_logits_it_samples() -> None:
-    work = [("S", 7), ("H2D F mixed", 7), ("S H2D F", 8), ("S", 8), ("H2D F", 9)]
-    spans = [Span(name, ticket, n, n + 1) for n, (name, ticket) in enumerate(work)]
+    work = [
+        ("S", 7, 6, "S6"), ("H2D F mixed", 7, 6, "H2D F7 mixed"), ("S H2D F", 8, 7, "S7 H2D F8"),
+        ("C S+ H2D F", 9, 8, "C S8+ H2D F9"), ("S+ processed", 9, 9, "S9+ processed"),
+        # Of two stages the first one takes what the last has sampled two launches later.
+        ("T", 10, 8, "T8"), ("T H2D F", 11, 9, "T9 H2D F11"),
+    ]  # fmt: skip
+    spans = [Span(name, ticket, n, n + 1, of) for n, (name, ticket, of, _) in enumerate(work)]
     steps = device_steps(spans)
-    assert [s.title for s in steps] == ["S7", "H2D F7 mixed", "S7 H2D F8", "S8", "H2D F9"]
-    # At a change of the row bucket S rides at the head of the next ticket's launch.
-    changed = [Span("H2D F", 3, 0, 1), Span("S", 4, 1, 2), Span("H2D F", 4, 2, 3)]
-    assert [step.title for step in device_steps(changed)] == ["H2D F3", "S3", "H2D F4"]
+    assert [step.title for step in steps] == [title for *_, title in work]
+    assert [step.handed_out for step in steps] == [6, -1, 7, 8, 9, 8, 9]
+    assert [step.forwarded for step in steps] == [-1, 7, 8, 9, -1, -1, 11]
 
 
 class FakeClock:

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 from megatron_async.device.cuda import CudaDevice
 from megatron_async.device.cuda_timeline import CudaTimeline
 from megatron_async.device.protocol import Device, Span
+from megatron_async.perfetto.bubble import Stage, bubble, by_stage
+from megatron_async.perfetto.recorder import Ranks
 from megatron_async.runner.cuda_graphs import MIXED
 
 
@@ -53,22 +55,35 @@ def launch_times(spans: Sequence[Span], *, after_prefill: bool = False) -> Launc
 
 @contextmanager
 def marked_launches(
-    device: Device, *, after_prefill: bool = False
+    device: Device, ranks: Ranks | None = None, *, after_prefill: bool = False
 ) -> Iterator[Callable[[], dict[str, Any] | None]]:
-    """Mark all launches in between. What it gives returns the figures afterwards, with what the
-    marks of a launch cost the host; None where there were too few."""
+    """Mark all launches in between, also those of other ``ranks``. What it gives returns the
+    figures afterwards, with what the marks of a launch cost the host; None where there were too
+    few. ``bubble`` is by pipeline stage, see :func:`~megatron_async.perfetto.bubble.bubble`."""
     cost = host_us_per_launch(device)
     spans: list[Span] = []
+    seen: list[Any] = []
 
     def figures() -> dict[str, Any] | None:
         times = launch_times(spans, after_prefill=after_prefill)
-        return None if times is None else {**times._asdict(), "host_us_per_launch": cost}
+        if times is None:
+            return None
+        found = {**times._asdict(), "host_us_per_launch": cost, "bubble": None}
+        if seen:
+            prefills = [span.end_ns for span in spans if span.name == MIXED]
+            start_ns = max(prefills, default=0) if after_prefill else 0
+            found["bubble"] = bubble(by_stage(Stage(spans, seen[0]), seen[1]), start_ns)
+        return found
 
     device.start_timeline()
+    if ranks is not None:
+        ranks.start()
     try:
         yield figures
     finally:
         spans += device.take_timeline()
+    if ranks is not None:
+        seen += ranks.take()
 
 
 def host_us_per_launch(device: Device, launches: int = 500) -> float:

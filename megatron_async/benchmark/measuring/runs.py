@@ -14,6 +14,7 @@ from megatron_async.benchmark.measuring.launches import marked_launches
 from megatron_async.benchmark.measuring.loads import Request
 from megatron_async.benchmark.measuring.profiler import percentile
 from megatron_async.errors import MegatronAsyncError
+from megatron_async.perfetto.recorder import Ranks
 from megatron_async.request.request import (
     DynamicInferenceRequest,
     FinishReason,
@@ -79,7 +80,9 @@ def run_load(
     steps: list[StepTime] = []
     reports: list[StepReport] = []
     counters = engine.counters
-    marking = marked_launches(engine.device, after_prefill=after_prefill) if marks else None
+    marking = None
+    if marks:
+        marking = marked_launches(engine.device, Ranks(engine), after_prefill=after_prefill)
     with marking or nullcontext(lambda: None) as events:
         started = time.perf_counter()
         while len(futures) < len(requests) or engine.has_unfinished_requests():

@@ -12,11 +12,13 @@ order of ranks, so that all have the same bits.
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
+import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -44,6 +46,36 @@ _OPERATIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 
 _ProcessGroup: Any = dist.ProcessGroup
 """Its methods have overloads, of which torch.distributed calls one."""
+
+
+_on_collective: Callable[[str, int, int], None] | None = None
+
+
+def observe(on_collective: Callable[[str, int, int], None] | None) -> None:
+    """Have each collective of this process reported from now on, with its name, its start and its
+    end in nanoseconds of ``time.perf_counter_ns``, in the thread that runs it; None ends it."""
+    global _on_collective
+    _on_collective = on_collective
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Done])
+
+
+def _reported(name: str) -> Callable[[_Method], _Method]:
+    def wrap(method: _Method) -> _Method:
+        @functools.wraps(method)
+        def run(*args: Any, **options: Any) -> Done:
+            report = _on_collective
+            if report is None:
+                return method(*args, **options)
+            start = time.perf_counter_ns()
+            done: Done = method(*args, **options)
+            report(name, start, time.perf_counter_ns())
+            return done
+
+        return cast(_Method, run)
+
+    return wrap
 
 
 class UnixGroup(_ProcessGroup):  # type: ignore[misc]
@@ -74,6 +106,7 @@ class UnixGroup(_ProcessGroup):  # type: ignore[misc]
     def group_name(self) -> str:
         return self._name
 
+    @_reported("all-reduce")
     def allreduce(self, tensors: Any, opts: Any) -> Done:
         for tensor in tensors:
             self._gather_and_reduce(dict.fromkeys(self._all, tensor), tensor, opts.reduceOp)
@@ -81,6 +114,7 @@ class UnixGroup(_ProcessGroup):  # type: ignore[misc]
 
     allreduce_coalesced = allreduce
 
+    @_reported("reduce")
     def reduce(self, tensors: Any, opts: Any) -> Done:
         (tensor,) = tensors
         if opts.rootRank == self._rank:
@@ -89,6 +123,7 @@ class UnixGroup(_ProcessGroup):  # type: ignore[misc]
             self._exchange({opts.rootRank: tensor}, {})
         return Done()
 
+    @_reported("reduce-scatter")
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Done:
         for output, parts in zip(outputs, inputs, strict=True):
             self._gather_and_reduce(dict(enumerate(parts)), output, opts.reduceOp)
@@ -97,6 +132,7 @@ class UnixGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Done:
         return self.reduce_scatter([output], [tensor.chunk(self.size())], opts)
 
+    @_reported("broadcast")
     def broadcast(self, tensors: Any, opts: Any) -> Done:
         (tensor,) = tensors
         if opts.rootRank == self._rank:
@@ -105,6 +141,7 @@ class UnixGroup(_ProcessGroup):  # type: ignore[misc]
             self._exchange({}, {opts.rootRank: tensor})
         return Done()
 
+    @_reported("all-gather")
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
         for parts, tensor in zip(outputs, inputs, strict=True):
             self._exchange(dict.fromkeys(self._all, tensor), dict(enumerate(parts)))
@@ -113,18 +150,21 @@ class UnixGroup(_ProcessGroup):  # type: ignore[misc]
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Done:
         return self.allgather([output.view(-1).chunk(self.size())], [tensor.reshape(-1)])
 
+    @_reported("gather")
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Done:
         (tensor,) = inputs
         is_root = opts.rootRank == self._rank
         self._exchange({opts.rootRank: tensor}, dict(enumerate(outputs[0])) if is_root else {})
         return Done()
 
+    @_reported("scatter")
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Done:
         (tensor,) = outputs
         is_root = opts.rootRank == self._rank
         self._exchange(dict(enumerate(inputs[0])) if is_root else {}, {opts.rootRank: tensor})
         return Done()
 
+    @_reported("all-to-all")
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
         self._exchange(dict(enumerate(inputs)), dict(enumerate(outputs)))
         return Done()
@@ -133,10 +173,12 @@ class UnixGroup(_ProcessGroup):  # type: ignore[misc]
         tokens = torch.zeros(self.size(), 1, dtype=torch.uint8)
         return self.allgather([tokens.unbind()], [tokens[0].clone()])
 
+    @_reported("send")
     def send(self, tensors: Any, rank: int, tag: int = 0) -> Done:
         (tensor,) = tensors
         return self._links[rank].send(_bytes_of(tensor))
 
+    @_reported("receive")
     def recv(self, tensors: Any, rank: int, tag: int = 0) -> Done:
         (tensor,) = tensors
         self._exchange({}, {rank: tensor})

@@ -14,6 +14,7 @@ import msgspec
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.lifecycle.sleep_mode import TAGS, checked_level
 from megatron_async.errors import BusyError, MegatronAsyncError, RequestError
+from megatron_async.perfetto.recorder import device_name
 from megatron_async.serving.engine_side.control_threads import Call, ControlThreads
 from megatron_async.serving.engine_side.live_requests import (
     TIMEOUT,
@@ -21,7 +22,7 @@ from megatron_async.serving.engine_side.live_requests import (
     LiveRequests,
 )
 from megatron_async.serving.engine_side.live_steps import LiveSteps
-from megatron_async.serving.engine_side.profile import Profiler, device_name
+from megatron_async.serving.engine_side.profile import Profiler
 from megatron_async.serving.messages import Answer, Control, Kept
 from megatron_async.serving.trainers.controls import TRAINER_CONTROLS, TrainerControls
 from megatron_async.weights.source import replaces_all

@@ -99,10 +99,10 @@ def _steps(host: HostTimeline, device: list[Span]) -> list[dict[str, Any]]:
     steps = device_steps(device)
     taken = {span.ticket: span.end_ns for span in slices if span.name == "wait"}
     # S has begun before its tokens were taken: what looks otherwise is the drift of the clocks.
-    late = (s.span.start_ns - taken.get(s.sampled, s.span.start_ns) for s in steps)
+    late = (s.span.start_ns - taken.get(s.handed_out, s.span.start_ns) for s in steps)
     drift = max([0, *late])
     for step in steps:
-        _, ticket, begin, end = step.span
+        _, ticket, begin, end, _ = step.span
         if ticket in reports:
             of_device[ticket].append(Span(step.title, ticket, begin - drift, end - drift))
     spans = (*of_host.values(), *of_device.values())

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import platform
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.engine.lifecycle.host_timeline import HostTimeline
 from megatron_async.errors import BusyError, RequestError
-from megatron_async.perfetto.events import Recording, trace_events
+from megatron_async.perfetto.events import trace_events
+from megatron_async.perfetto.recorder import StepRecorder
 from megatron_async.request.request import StepReport
 from megatron_async.serving.engine_side.control_threads import Call
 from megatron_async.serving.engine_side.live_steps import LiveSteps
@@ -56,8 +53,7 @@ class Profiler:
         engine = self._engine
         counter = _StepCounter(steps, call.wake)
         with engine.lock.gate, engine.lock.mutex:  # between two steps
-            host = HostTimeline(engine)
-            engine.device.start_timeline()
+            recorder = StepRecorder(engine)
         start_ns = time.perf_counter_ns()
         forget = engine.observe(counter)
         try:
@@ -66,27 +62,17 @@ class Profiler:
             forget()
             suspended = engine.suspended
             engine.suspend()  # what is in flight is shown to its end
-            device = engine.device.take_timeline()
-            host.detach()
+            recording = recorder.take(engine.model_name, start_ns)
             if not suspended:
                 engine.resume()
         if call.is_cancelled:
             raise RequestError("nobody waits for the profile any more")
-        recording = Recording(engine.model_name, device_name(engine), start_ns, host, device, [])
         events, summary = trace_events(recording)
         try:
             path.write_text(json.dumps({"traceEvents": events}))
         except OSError as error:
             raise RequestError(f"path={str(path)!r} cannot be written: {error}") from None
         return {"path": str(path), "steps": counter.seen, "overlapped": summary.overlapped}
-
-
-def device_name(engine: DynamicInferenceEngine) -> str:
-    """What the steps run on, for people."""
-    device = engine.device.torch_device
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"a thread of the CPU ({platform.machine()})"
 
 
 class _StepCounter:

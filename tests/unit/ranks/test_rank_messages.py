@@ -10,6 +10,7 @@ from msgspec.msgpack import encode as msgpack
 
 from megatron_async.config.engine_config import EngineConfig
 from megatron_async.config.testing_options import TestingOptions
+from megatron_async.device.protocol import Span
 from megatron_async.errors import ConfigError, IntegrityError
 from megatron_async.ranks import messages
 from megatron_async.ranks.channel import RingReceiver, RingSender
@@ -71,8 +72,17 @@ def test_messages_arrive_as_they_were_sent(message: messages.Message) -> None:
     assert found == message and repr(found) == repr(message)
 
 
-@pytest.mark.parametrize("answer", [Done(), Done("ConfigError", "why"), Failed("why")])
-def test_answers_arrive_as_they_were_given(answer: Done | Failed) -> None:
+SPAN = Span("S H2D F", 4, 2**60, 2**60 + 1, 3)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Done(), Done("ConfigError", "why"), Failed("why"), messages.Now(2**62),
+        messages.Timeline([SPAN], [SPAN, SPAN], []),
+    ],
+)  # fmt: skip
+def test_answers_arrive_as_they_were_given(answer: messages.Answer | Failed) -> None:
     data = ANSWERS.encode(answer)
     assert ANSWERS.decode(data) == answer and len(data) > len(BEAT)
 
