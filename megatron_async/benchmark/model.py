@@ -162,7 +162,9 @@ def _load(
     dtype, draft_config = network.kv_cache_spec.dtype, None
     if args.draft_model is not None:
         if group is not None:
-            raise ConfigError("bench has no --draft-model with several ranks; leave one out")
+            raise ConfigError(
+                "bench and trace have no --draft-model with several ranks; leave one out"
+            )
         drafting = load_pretrained(args.draft_model, device=device, dtype=dtype)
         draft_config = drafting.config
         check_same_vocabulary(config, pretrained and pretrained.tokenizer, drafting)

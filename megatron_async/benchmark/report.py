@@ -184,7 +184,10 @@ def _tail(report: dict[str, Any]) -> list[str]:
     startup = report["startup"]
     if startup is not None:
         phases = {**startup["phases"], "total": startup["total"]}
-        table = [[name, *map(_2, values)] for name, values in phases.items()]
+        table = [
+            [name, *("-" if value is None else _2(value) for value in values)]
+            for name, values in phases.items()
+        ]
         lines.append(f"start, {startup['graphs']} graphs, {startup['max_requests']} rows:")
         lines.append(format_table(("phase", "first-s", "second-s"), table))
     for baseline in report["baselines"]:

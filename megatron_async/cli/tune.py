@@ -90,7 +90,13 @@ def run(args: argparse.Namespace) -> int:
     from megatron_async.kernels import compile as cuda
     from megatron_async.models.fused.timed_step import first_layers
     from megatron_async.models.parallel_sizes import tensor_share
+    from megatron_async.ranks.start import launched_rank
 
+    if launched_rank() is not None:
+        raise ConfigError(
+            "tune measures on one GPU, and RANK and WORLD_SIZE are set, as by a launcher: start it "
+            "by itself, with the --tensor-model-parallel-size of the ranks"
+        )
     keeps = not (args.dry_run or args.exhaustive)
     if max(args.batch_sizes) > ANY_SHAPE_ROWS and keeps:
         limits = f"between 1 and {ANY_SHAPE_ROWS}; more only with --dry-run"

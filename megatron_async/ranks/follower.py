@@ -106,6 +106,7 @@ def meet_rank_0(
         parallel.set_current(ModelParallel(layout, rank, device))
     except BaseException as error:
         group.fail(error)
+        process_group.abandon()
         raise
     return group
 

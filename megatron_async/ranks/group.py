@@ -93,6 +93,8 @@ class RankGroup:
         self._heartbeats = Heartbeats(calls, timeout_seconds)
         self._on_death: dict[int, weakref.WeakMethod[Callable[[RankDiedError], None]]] = {}
         self._over = threading.Event()
+        # Finalizers run in the reverse order: the others are gone by then.
+        self._abandon = weakref.finalize(self, _abandon_on_gpus)
         self._end = weakref.finalize(
             self, _end_all, list(processes.values()), list(calls.values()), sender
         )
@@ -305,6 +307,8 @@ class RankGroup:
         how = reason or how_ended(self._processes.get(rank))
         self.failure = RankDiedError(f"rank {rank} of the model {how}")
         self._over.set()
+        if _has_gpus():
+            process_group.abandon()  # a thread may wait for the device
         # The others may wait for it for ever.
         for other in self._calls.values():
             other.hang_up()
@@ -318,6 +322,7 @@ class RankGroup:
         """End the other ranks; nothing may be in flight."""
         if self._closed:
             return
+        is_busy = any(answered < self._asked for answered in self._answered.values())
         if self.failure is None and self._joined:
             with contextlib.suppress(RankDiedError):
                 self.tell(Stop())
@@ -325,9 +330,15 @@ class RankGroup:
         if self._joined:
             wait_for(list(self._processes.values()))
         self._watching.join(EXIT_SECONDS)
+        has_ended = all(process.poll() == 0 for process in self._processes.values())
         self._end()
+        self._abandon.detach()
         if self.failure is None and _has_gpus():
-            process_group.leave()
+            # A rank that does not answer may wait in a collective of what has failed here.
+            if self._joined and has_ended and not is_busy:
+                process_group.leave()
+            else:
+                process_group.abandon()
         self._tidy_up()
 
 
@@ -359,6 +370,12 @@ def _has_gpus() -> bool:
     return dist.is_nccl_available() and torch.cuda.is_available()
 
 
+def _abandon_on_gpus() -> None:
+    """Nobody has closed the group: its other ranks were ended, whatever they did."""
+    if _has_gpus():
+        process_group.abandon()
+
+
 def _end_all(processes: list[Child], calls: list[Call], sender: Sender) -> None:
     """End the processes and calls of a group that is closed, or that nobody has any more."""
     end_processes(processes)
@@ -366,7 +383,7 @@ def _end_all(processes: list[Child], calls: list[Call], sender: Sender) -> None:
         call.hang_up()
     sender.close()
     parallel.set_current(None)
-    if not _has_gpus():  # kernels of NCCL that wait for a dead rank would be waited for
+    if not _has_gpus():
         process_group.leave()
 
 

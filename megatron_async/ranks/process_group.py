@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import logging
 import os
+import sys
+import threading
+import time
 from datetime import timedelta
 
 import torch
@@ -10,8 +16,16 @@ import torch.distributed as dist
 
 from megatron_async import megatron_compat as compat
 from megatron_async.errors import ConfigError
+from megatron_async.processes import standard_error
 from megatron_async.ranks.layout import Layout
 from megatron_async.ranks.rendezvous import unix_group
+
+logger = logging.getLogger(__name__)
+
+ABORT_SECONDS = 5.0
+"""For NCCL to abort what waits for a rank that is gone."""
+EXIT_STUCK = 1
+_aborting: list[threading.Thread] = []
 
 START_TIMEOUT = timedelta(minutes=10)
 """For ranks to find each other, and for a collective."""
@@ -92,9 +106,74 @@ def _check_sizes(layout: Layout) -> None:
 
 
 def leave() -> None:
-    """Forget the parallel state and torch.distributed, so that another group can be joined."""
+    """Forget the parallel state and torch.distributed, so that another group can be joined. All
+    ranks are there, or the collectives are those of a CPU."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def abandon() -> None:
+    """Leave a group of which another rank may be gone; returns at once.
+
+    To destroy it would wait for what is in flight, which may wait for that rank for ever. So NCCL's
+    communicators are aborted, which ends their kernels, those of captured graphs too. NCCL frees
+    memory then, for which the driver waits for the device, where another kernel may wait for that
+    rank. So a thread does it. If that thread is not through when the interpreter ends, the process
+    ends without it, and the driver takes the device away.
+    """
+    if not dist.is_initialized() or _aborting:
+        return
+    if not _has_nccl():
+        leave()
+        return
+    thread = threading.Thread(target=_abort, name="leaving ranks", daemon=True)
+    _aborting.append(thread)
+    thread.start()
+    if not threading.main_thread().is_alive():
+        end_if_stuck()
+
+
+def end_if_stuck() -> None:
+    """End the process, with status 1, if :func:`abandon` is not through after ABORT_SECONDS: the
+    interpreter would wait for the device when it ends."""
+    deadline = time.monotonic() + ABORT_SECONDS
+    for thread in _aborting:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if any(thread.is_alive() for thread in _aborting):
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        standard_error.drain()
+        os._exit(EXIT_STUCK)
+
+
+atexit.register(end_if_stuck)
+
+
+def _has_nccl() -> bool:
+    return dist.is_nccl_available() and "nccl" in str(dist.get_backend_config())
+
+
+def _abort() -> None:
+    """Abort all groups, the one that was made first last. Their names stay known, so that whoever
+    calls a collective meanwhile gets NCCL's error, and not that there is no group."""
+    from torch.distributed import distributed_c10d
+
+    groups = distributed_c10d._world.pg_names
+    backend = distributed_c10d._get_default_group()._get_backend(torch.device("cuda"))
+    # As one call of NCCL: the abort of one communicator may wait for a kernel of another.
+    starts, ends = (getattr(backend, name, _nothing) for name in ("_group_start", "_group_end"))
+    starts()
+    for group in sorted(groups, key=groups.__getitem__, reverse=True):
+        try:
+            group.abort()
+        except RuntimeError as error:  # it has none that can be aborted, or has failed before
+            logger.debug("a group was not aborted: %s", error)
+    ends()
+
+
+def _nothing() -> None:
+    pass

@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[Iterable[int], int], Iterable[int]]
 """Wraps an iterable of known length to show a progress bar."""
 
+_never_freed: list[dict[str, object]] = []
+"""What graphs in flight on failed devices use."""
+
 OnSpan = Callable[[str, int, int, int], None]
 """Called with a name, a ticket, start and end in nanoseconds of ``time.perf_counter_ns``."""
 
@@ -408,10 +411,14 @@ class ModelRunner:
 
     def release(self) -> None:
         """Drop graphs, rings and buffers, and the cache; nothing may be in flight. Done by hand:
-        graphs and what they run refer to each other."""
-        if self._graphs is not None:
-            self._graphs.release()
-        self._batch.release()
+        graphs and what they run refer to each other. Of a GPU that has failed they are kept, since
+        to free them may wait for what is in flight there."""
+        if self.device.captures and self.device.failure is not None:
+            _never_freed.append(self.__dict__.copy())
+        else:
+            if self._graphs is not None:
+                self._graphs.release()
+            self._batch.release()
         for name in (
             "_graphs", "_program", "_packets", "_controls", "_results", "_extras",
             "_prompt_log_probs", "_drafter", "_guided_drafts",

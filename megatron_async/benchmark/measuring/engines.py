@@ -199,17 +199,18 @@ def free_memory() -> None:
 
 
 def measure_startup(
-    model: BenchmarkModel, config: EngineConfig, build_again: Callable[[], object]
+    model: BenchmarkModel, config: EngineConfig, build_again: Callable[[], object] | None
 ) -> dict[str, Any]:
     """Seconds of each phase of two starts. To be called before anything else has run: the first
     start compiles kernels, or reads them from the caches on disk.
 
-    ``model``: build or load the weights; ``cache``: the KV cache and per-slot state; ``capture``:
+    ``model``: build or load the weights, by ``build_again`` the second time, None where that is not
+    measured; ``cache``: the KV cache and per-slot state; ``capture``:
     the graphs of all row buckets, kernels' compilation included; ``rest``: rings, scheduler;
     ``first token``: of one short request, from ``add_request`` on.
     """
     names = ("model", "cache", "capture", "rest", "first token")
-    phases: dict[str, list[float]] = {name: [] for name in names}
+    phases: dict[str, list[float | None]] = {name: [] for name in names}
     for _ in range(2):
         one = start_engine(model, config, HostWork())
         phases["cache"].append(one.cache_seconds)
@@ -218,13 +219,22 @@ def measure_startup(
         phases["first token"].append(_first_token_seconds(one.engine, model.network.vocab_size))
         graphs = one.engine.runner.graph_count
         close_engines([one])
-    started = time.perf_counter()
-    build_again()
-    phases["model"] = [model.build_seconds, time.perf_counter() - started]
-    free_memory()
-    total = [sum(of_start) for of_start in zip(*phases.values(), strict=True)]
+    again = None
+    if build_again is not None:
+        started = time.perf_counter()
+        build_again()
+        again = time.perf_counter() - started
+        free_memory()
+    phases["model"] = [model.build_seconds, again]
+    total = [_sum(of_start) for of_start in zip(*phases.values(), strict=True)]
     sizes = {"graphs": graphs, "max_requests": config.max_requests}
     return {"phases": phases, "total": total, **sizes}
+
+
+def _sum(seconds: Iterable[float | None]) -> float | None:
+    """None where a part was not measured."""
+    known = list(seconds)
+    return None if None in known else sum(filter(None, known))
 
 
 def _first_token_seconds(engine: Any, vocab_size: int) -> float:

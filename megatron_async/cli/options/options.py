@@ -146,7 +146,8 @@ def add_parallel_options(parser: argparse.ArgumentParser, default: int | None = 
 def followed_rank(args: argparse.Namespace) -> bool:
     """Whether a launcher such as torchrun has started this process to follow another one's
     engine; then it has, until that one ended it."""
-    if os.environ.get("RANK", "0") == "0" or not hasattr(args, PARALLEL_SIZES[0]):
+    has_ranks = all(hasattr(args, name) for name in PARALLEL_SIZES)
+    if os.environ.get("RANK", "0") == "0" or not has_ranks:
         return False
     from megatron_async.build.rank_process import follow
     from megatron_async.device import resolve_device

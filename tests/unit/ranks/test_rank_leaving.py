@@ -1,0 +1,162 @@
+"""How a process leaves torch.distributed: it destroys a group whose ranks are all there, and aborts
+one of which a rank may be gone; nothing keeps it from ending."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from megatron_async.config.engine_config import EngineConfig
+from megatron_async.models import parallel
+from megatron_async.processes.call import Call
+from megatron_async.ranks import channel, follower, group, process_group
+from megatron_async.ranks.group import RankGroup
+from megatron_async.ranks.layout import Layout
+from megatron_async.ranks.messages import ANSWERS, Done, LoadModel
+from tests.support.child_environment import child_environment
+from tests.support.patience import PATIENCE_SECONDS
+
+
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """How groups are left, on a machine with GPUs."""
+    found: list[str] = []
+    monkeypatch.setattr(group, "_has_gpus", lambda: True)
+    monkeypatch.setattr(process_group, "leave", lambda: found.append("destroyed"))
+    monkeypatch.setattr(process_group, "abandon", lambda: found.append("aborted"))
+    yield found
+    parallel.set_current(None)
+
+
+def group_of_two() -> tuple[RankGroup, Call]:
+    own, other = socket.socketpair()
+    rank, call = Call(other.detach()), Call(own.detach())
+    made = RankGroup(Layout(2), channel.ConnectionSender([call.say]), {1: call}, {}, 0)
+    made._joined = True
+    return made, rank
+
+
+def test_a_group_whose_ranks_are_at_rest_is_destroyed(left: list[str]) -> None:
+    made, rank = group_of_two()
+    made.tell(LoadModel("tiny", EngineConfig()))
+    rank.say(ANSWERS.encode(Done()))
+    made.await_answers()
+    made.close()
+    assert left == ["destroyed"]
+
+
+def test_a_rank_that_has_not_answered_may_wait_for_what_failed_here(left: list[str]) -> None:
+    made, _ = group_of_two()
+    made.tell(LoadModel("tiny", EngineConfig()))
+    made.close()
+    assert left == ["aborted"]
+
+
+def test_the_group_of_a_dead_rank_is_aborted_once(left: list[str]) -> None:
+    made, rank = group_of_two()
+    rank.hang_up()
+    assert made._over.wait(PATIENCE_SECONDS)
+    made._watching.join(PATIENCE_SECONDS)
+    made.close()
+    assert left == ["aborted"]
+
+
+def test_a_group_that_nobody_has_closed_is_aborted(left: list[str]) -> None:
+    made, _ = group_of_two()
+    thread = made._watching
+    del made
+    thread.join(PATIENCE_SECONDS)
+    assert left == ["aborted"]
+
+
+def test_a_rank_that_cannot_join_aborts_what_it_has_joined(
+    left: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def join(*arguments: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(process_group, "join", join)
+    said: list[bytes] = []
+    line: Any = SimpleNamespace(say=said.append, wakes=None)
+    device: Any = SimpleNamespace(type="cpu")
+    with pytest.raises(RuntimeError, match="no memory"):
+        follower.meet_rank_0(Layout(2), device, 1, line, None)
+    assert left == ["aborted"] and b"no memory" in said[0]
+
+
+def test_all_communicators_are_aborted_as_one_call_the_first_one_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called: list[str] = []
+
+    class Group:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def abort(self) -> None:
+            called.append(self.name)
+            if self.name == "2":
+                raise RuntimeError("Backend gloo does not support abort")
+
+        def _get_backend(self, device: object) -> Any:
+            return SimpleNamespace(
+                _group_start=lambda: called.append("("), _group_end=lambda: called.append(")")
+            )
+
+    groups = [Group(name) for name in "0123"]
+    world = SimpleNamespace(pg_names={each: each.name for each in groups})
+    monkeypatch.setattr(distributed_c10d, "_world", world)
+    monkeypatch.setattr(distributed_c10d, "_get_default_group", lambda: groups[0])
+    process_group._abort()
+    assert called == ["(", "3", "2", "1", "0", ")"]
+    assert world.pg_names, "who calls a collective meanwhile finds its group"
+
+
+ENDS = """
+import sys, threading
+import torch.distributed as dist
+from megatron_async.ranks import process_group
+
+dist.is_initialized = lambda: True
+process_group._has_nccl = lambda: True
+process_group.ABORT_SECONDS = 0.2
+process_group._abort = threading.Event().wait if sys.argv[1] == "hangs" else lambda: None
+if sys.argv[2] == "at its end":
+    import atexit
+    atexit.register(process_group.abandon)
+else:
+    process_group.abandon()
+    process_group.abandon()
+    assert len(process_group._aborting) == 1
+print("said", flush=False)
+"""
+
+
+@pytest.mark.parametrize("when", ("before", "at its end"))
+@pytest.mark.parametrize(("abort", "status"), [("hangs", process_group.EXIT_STUCK), ("ends", 0)])
+def test_a_process_ends_though_its_device_does_not(abort: str, status: int, when: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS, abort, when],
+        env=child_environment(),
+        timeout=PATIENCE_SECONDS,
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.returncode, ended.stdout) == (status, "said\n"), ended.stderr
+
+
+def test_the_collectives_of_a_cpu_are_left_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(process_group, "_has_nccl", lambda: False)
+    monkeypatch.setattr(process_group, "leave", lambda: found.append("destroyed"))
+    process_group.abandon()
+    assert found == ["destroyed"] and not process_group._aborting
