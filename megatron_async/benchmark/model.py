@@ -162,9 +162,7 @@ def _load(
     dtype, draft_config = network.kv_cache_spec.dtype, None
     if args.draft_model is not None:
         if group is not None:
-            raise ConfigError(
-                "bench and trace have no --draft-model with several ranks; leave one out"
-            )
+            raise ConfigError("--draft-model is not measured with several ranks; leave one out")
         drafting = load_pretrained(args.draft_model, device=device, dtype=dtype)
         draft_config = drafting.config
         check_same_vocabulary(config, pretrained and pretrained.tokenizer, drafting)

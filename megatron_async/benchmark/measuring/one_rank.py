@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -22,6 +23,15 @@ _OF_RANKS = (
     "--baseline",
 )
 """Options, each with a value, that one rank is measured without."""
+_OF_LAUNCHER = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+"""Variables by which torchrun tells a process of the others."""
 
 
 def measure_one_rank(command: str) -> dict[str, Any]:
@@ -37,6 +47,7 @@ def measure_one_rank(command: str) -> dict[str, Any]:
         words = [*_words_of_one(shlex.split(command)[2:]), "--json", str(report)]
         ended = subprocess.run(
             [sys.executable, "-m", "megatron_async", "bench", *words],
+            env=_environment_of_one(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -52,6 +63,15 @@ def measure_one_rank(command: str) -> dict[str, Any]:
         said = ended.stderr.strip().splitlines() or [f"exit status {ended.returncode}"]
         found["skipped"].append(said[-1])
     return found
+
+
+def _environment_of_one() -> dict[str, str]:
+    """The variables of this process, but for those of a launcher."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _OF_LAUNCHER and not name.startswith("TORCHELASTIC_")
+    }
 
 
 def _words_of_one(words: list[str]) -> Iterator[str]:
