@@ -81,6 +81,8 @@ class ModelParallel:
             self._experts = parallel_state.get_expert_model_parallel_group()
         self.expert_rank: int = parallel_state.get_expert_model_parallel_rank()
         self.expert_tensor_rank: int = self.tensor_rank if layout.expert == 1 else 0
+        self._pipeline = parallel_state.get_pipeline_model_parallel_group()
+        """Of hidden states alone: NCCL runs what one communicator does one after the other."""
         self._source: int = layout.sampling_ranks[self.tensor_rank]
         self._listeners = self._group_of(layout.listeners)
         self._copies = self._group_of(layout.copies)
@@ -166,12 +168,13 @@ class ModelParallel:
 
     def receive_(self, hidden: Tensor) -> Tensor:
         """Fill ``hidden`` with what the stage before has put out."""
-        dist.recv(hidden, src=self.layout.neighbour(self.rank, -1))
+        dist.recv(hidden, src=self.layout.neighbour(self.rank, -1), group=self._pipeline)
         return hidden
 
     def send(self, hidden: Tensor) -> None:
         """Hand hidden states to the next stage."""
-        dist.send(hidden.contiguous(), dst=self.layout.neighbour(self.rank, 1))
+        to = self.layout.neighbour(self.rank, 1)
+        dist.send(hidden.contiguous(), dst=to, group=self._pipeline)
 
     def share_from_first_stage_(self, weight: Callable[[], Tensor]) -> None:
         """Give the last stage's weight the values of the first stage's."""

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 ABORT_SECONDS = 5.0
 """For NCCL to abort what waits for a rank that is gone."""
 EXIT_STUCK = 1
+_SAYS_SERIALIZED = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 _aborting: list[threading.Thread] = []
 
 START_TIMEOUT = timedelta(minutes=10)
@@ -60,6 +61,9 @@ def join(
         # gloo would listen beside NCCL, which listens here at addresses that are this host's alone.
         backend = "nccl" if device.type == "cuda" else unix_group.BACKEND
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    # Sends and receives of a group run one after the other: so they do in a graph anyway, and what
+    # goes the other way has a group of its own.
+    os.environ.setdefault(_SAYS_SERIALIZED, "false")
     if not dist.is_initialized():
         if store is None:
             dist.init_process_group(backend, timeout=START_TIMEOUT)
