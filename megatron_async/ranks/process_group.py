@@ -162,8 +162,8 @@ def _has_nccl() -> bool:
 
 
 def _abort() -> None:
-    """Abort all groups, the one that was made first last. Their names stay known, so that whoever
-    calls a collective meanwhile gets NCCL's error, and not that there is no group."""
+    """Abort all groups, the one that was made first last. Their names stay known, so that a
+    collective that is called meanwhile gets NCCL's error, and not that there is no group."""
     from torch.distributed import distributed_c10d
 
     groups = distributed_c10d._world.pg_names
