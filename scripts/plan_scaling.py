@@ -30,7 +30,7 @@ TP2_MS = {("llama8b", 1): 2.92, ("llama8b", 32): 3.56, ("llama8b", 128): 5.75}
 EP2_MS = {("qwen3-30b-a3b", 32): 11.99}
 PROMPT_TOKENS, NEW_TOKENS = 128, 512
 
-# Of data sheets.
+# From data sheets.
 NVLINK = 450e9
 """Bytes per second that a GPU sends, and as many that it gets, at the same time."""
 INFINIBAND = 50e9
@@ -45,7 +45,7 @@ SUM_US = 30.0
 """The same of a sum over hosts, by NCCL."""
 
 ITEMSIZE, WORD_BYTES = 2, 4
-"""Of an element of the stream, and of one that travels with the number of its launch."""
+"""Bytes of an element of the stream, and of one that travels with the number of its launch."""
 NAMES = {"llama8b": "Llama-8B", "qwen3-30b-a3b": "Qwen3-30B-A3B"}
 
 

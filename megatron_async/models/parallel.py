@@ -82,7 +82,7 @@ class ModelParallel:
         self.expert_rank: int = parallel_state.get_expert_model_parallel_rank()
         self.expert_tensor_rank: int = self.tensor_rank if layout.expert == 1 else 0
         self._pipeline = parallel_state.get_pipeline_model_parallel_group()
-        """Of hidden states alone: NCCL runs what one communicator does one after the other."""
+        """For hidden states alone: NCCL runs what one communicator does one after the other."""
         self._source: int = layout.sampling_ranks[self.tensor_rank]
         self._listeners = self._group_of(layout.listeners)
         self._copies = self._group_of(layout.copies)
