@@ -8,6 +8,7 @@ from megatron_async.engine.requests.output_processor import OutputProcessor
 from megatron_async.engine.step_lock import StepLock
 from megatron_async.engine.stepping.loop import DecodeLoop
 from megatron_async.errors import CacheTooLargeError, EngineStoppedError, RankDiedError
+from megatron_async.ranks import process_group
 from megatron_async.ranks.group import RankGroup
 from megatron_async.ranks.leader import LeadingRunner
 from megatron_async.ranks.messages import Sleep, WakeUp
@@ -41,9 +42,17 @@ class MemoryOfRanks(Memory):
             raise failed
 
 
+LOCK_SECONDS = 5.0
+"""For the thread that steps an engine over a GPU to see that a rank has died."""
+
+
 class StopWhenARankDies:
     """Stops the engine that has these parts, if it does nothing then too; a thread that waits for
-    its device gets the error. The engine holds it: the group forgets it with the engine."""
+    its device gets the error. The engine holds it: the group forgets it with the engine.
+
+    A thread that does not get it waits in a call of the GPU's driver for kernels which wait for the
+    dead rank for ever. Then the process ends: nothing else frees the GPU.
+    """
 
     def __init__(
         self,
@@ -61,8 +70,20 @@ class StopWhenARankDies:
     def _died(self, error: RankDiedError) -> None:
         """Stop the engine; called in a thread of the group's."""
         self._device.fail(error)
+        if self._device.captures and not self._steps_end():
+            process_group.end_process(f"{error}; the GPU waits for it, and the engine for the GPU")
         with self._lock.gate, self._lock.mutex:
             reason = f"the engine was stopped by an error, {type(error).__name__}: {error}"
             self._lock.stop(EngineStoppedError(f"{reason}; build a new one"))
         self._outputs.resolve_futures()
         self._loop.commands.waiters.wake()
+
+    def _steps_end(self) -> bool:
+        """Whether the thread that steps the engine, if one does, comes out of its step."""
+        held = []
+        for lock in (self._lock.gate, self._lock.mutex):
+            if lock.acquire(timeout=LOCK_SECONDS):
+                held.append(lock)
+        for lock in held:
+            lock.release()
+        return len(held) == 2

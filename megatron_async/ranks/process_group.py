@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -125,8 +126,8 @@ def abandon() -> None:
     To destroy it would wait for what is in flight, which may wait for that rank for ever. So NCCL's
     communicators are aborted, which ends their kernels, those of captured graphs too. NCCL frees
     memory then, for which the driver waits for the device, where another kernel may wait for that
-    rank. So a thread does it. If that thread is not through when the interpreter ends, the process
-    ends without it, and the driver takes the device away.
+    rank. So a thread does it, and waits for the device. If it is not through when the interpreter
+    ends, the process ends without it, and the driver takes the device away.
     """
     if not dist.is_initialized() or _aborting:
         return
@@ -147,11 +148,17 @@ def end_if_stuck() -> None:
     for thread in _aborting:
         thread.join(max(0.0, deadline - time.monotonic()))
     if any(thread.is_alive() for thread in _aborting):
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                stream.flush()
-        standard_error.drain()
-        os._exit(EXIT_STUCK)
+        end_process("the GPU waits for a rank that has died")
+
+
+def end_process(reason: str) -> NoReturn:
+    """End the process at once, with status 1, where the interpreter's end would wait for ever."""
+    logger.critical("%s: this process ends", reason)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    standard_error.drain()
+    os._exit(EXIT_STUCK)
 
 
 atexit.register(end_if_stuck)
@@ -177,6 +184,9 @@ def _abort() -> None:
         except RuntimeError as error:  # it has none that can be aborted, or has failed before
             logger.debug("a group was not aborted: %s", error)
     ends()
+    # This thread is through when the device is.
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.synchronize(distributed_c10d._get_default_group().bound_device_id)
 
 
 def _nothing() -> None:

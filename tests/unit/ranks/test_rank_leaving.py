@@ -6,15 +6,21 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_async.config.engine_config import EngineConfig
+from megatron_async.engine import rank_group
+from megatron_async.engine.rank_group import StopWhenARankDies
+from megatron_async.engine.step_lock import StepLock
+from megatron_async.errors import RankDiedError
 from megatron_async.models import parallel
 from megatron_async.processes.call import Call
 from megatron_async.ranks import channel, follower, group, process_group
@@ -111,12 +117,15 @@ def test_all_communicators_are_aborted_as_one_call_the_first_one_last(
                 _group_start=lambda: called.append("("), _group_end=lambda: called.append(")")
             )
 
+        bound_device_id = None
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: called.append("waits"))
     groups = [Group(name) for name in "0123"]
     world = SimpleNamespace(pg_names={each: each.name for each in groups})
     monkeypatch.setattr(distributed_c10d, "_world", world)
     monkeypatch.setattr(distributed_c10d, "_get_default_group", lambda: groups[0])
     process_group._abort()
-    assert called == ["(", "3", "2", "1", "0", ")"]
+    assert called == ["(", "3", "2", "1", "0", ")", "waits"]
     assert world.pg_names, "who calls a collective meanwhile finds its group"
 
 
@@ -169,3 +178,49 @@ def test_the_collectives_of_a_cpu_are_left_at_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(process_group, "leave", lambda: found.append("destroyed"))
     process_group.abandon()
     assert found == ["destroyed"] and not process_group._aborting
+
+
+class Parts:
+    """The parts of an engine over a GPU, whose step a thread is in."""
+
+    def __init__(self) -> None:
+        self.lock = StepLock(())
+        self.failed: list[BaseException] = []
+        device: Any = SimpleNamespace(captures=True, fail=self.failed.append)
+        outputs: Any = SimpleNamespace(resolve_futures=lambda: None)
+        waiters = SimpleNamespace(wake=lambda: None)
+        loop: Any = SimpleNamespace(commands=SimpleNamespace(waiters=waiters))
+        runner: Any = None
+        group: Any = None
+        self.stops = StopWhenARankDies(group, runner, device, self.lock, outputs, loop)
+
+
+def test_an_engine_whose_thread_waits_in_the_driver_ends_its_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class EndedError(Exception):
+        pass
+
+    def end(reason: str) -> None:
+        raise EndedError(reason)
+
+    monkeypatch.setattr(process_group, "end_process", end)
+    monkeypatch.setattr(rank_group, "LOCK_SECONDS", 0.05)
+    parts, error = Parts(), RankDiedError("rank 1 of the model was killed by SIGKILL")
+    inside, out = threading.Event(), threading.Event()
+
+    def step() -> None:
+        with parts.lock.mutex:
+            inside.set()
+            out.wait(PATIENCE_SECONDS)
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    inside.wait(PATIENCE_SECONDS)
+    with pytest.raises(EndedError, match="SIGKILL; the GPU waits for it"):
+        parts.stops._died(error)
+    out.set()
+    thread.join(PATIENCE_SECONDS)
+    assert parts.failed == [error]
+    parts.stops._died(error)  # nobody is inside
+    assert parts.lock.stopped is not None and "SIGKILL" in str(parts.lock.stopped)
