@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,6 +87,37 @@ with DynamicInferenceEngine.from_pretrained(model, config) as engine:
 print(json.dumps(found))
 """
 
+FAULT = """
+import json, os, sys, time
+from megatron_async.config.engine_config import EngineConfig
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.errors import RankDiedError
+from megatron_async.sampling_params import SamplingParams
+
+number, end, sizes = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+config = EngineConfig(device="cuda", dtype="bfloat16", inference_async_scheduling=True, depth=2,
+                      max_requests=4, rank_timeout_seconds=2, **sizes)
+params = SamplingParams(num_tokens_to_generate=1900, termination_id=-1)
+engine = DynamicInferenceEngine.from_pretrained("tiny", config)
+futures = [engine.add_request(n, "x", params) for n in range(4)]
+for _ in range(20):
+    engine.step_modern()
+pids = list(engine.model.group.pids.values())
+os.kill(pids[0], number)
+started = time.monotonic()
+try:
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+except RankDiedError as error:
+    seconds = time.monotonic() - started
+    print(json.dumps([str(error), seconds, pids]), flush=True)
+if end == "raises":
+    raise SystemExit(7)
+if end == "closes":
+    engine.close()
+"""
+"""Steps over captured collectives while a rank gets a signal; how the process goes on then."""
+
 
 @pytest.fixture(autouse=True)
 def _both_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -141,3 +175,41 @@ def test_new_weights_and_sleep_keep_graphs(model: str, sizes: dict[str, int]) ->
     alone, several = (output_of(WEIGHTS, model, "cuda", each) for each in ({}, sizes))
     old, new, old_again, kept, new_again = several
     assert several == alone and old == old_again == kept != new == new_again
+
+
+@pytest.mark.parametrize(
+    ("sizes", "number", "end"),
+    [
+        ({"tensor_model_parallel_size": 2}, signal.SIGKILL, "closes"),
+        ({"tensor_model_parallel_size": 2}, signal.SIGSTOP, "leaves"),
+        ({"pipeline_model_parallel_size": 2}, signal.SIGKILL, "raises"),
+        ({"pipeline_model_parallel_size": 2}, signal.SIGSTOP, "closes"),
+    ],
+)
+def test_no_gpu_waits_for_a_dead_rank(
+    sizes: dict[str, int], number: signal.Signals, end: str
+) -> None:
+    """Kernels over each other's memory, and NCCL's in graphs, wait for a rank that will not come.
+    The process has the error, and ends, whatever it does then; so both GPUs are free."""
+    started = time.monotonic()
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FAULT, str(int(number)), end, json.dumps(sizes)],
+        env=child_environment(),
+        cwd=ROOT,
+        timeout=PATIENCE_SECONDS,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.stdout, ended.stderr
+    error, seconds, pids = json.loads(ended.stdout.splitlines()[-1])
+    how = "was killed by SIGKILL" if number == signal.SIGKILL else "has not answered for"
+    assert error.startswith(f"rank 1 of the model {how}")
+    # With status 1 where the interpreter's end would have waited for the GPU.
+    assert ended.returncode in (7 if end == "raises" else 0, 1), ended.stderr
+    assert "destroy_process_group" not in ended.stderr and "Traceback" not in ended.stderr
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+    for gpu in range(2):
+        assert torch.ones(8, device=f"cuda:{gpu}").sum().item() == 8
+    # Seen with -s: no verdict depends on it.
+    print(f"error after {seconds:.1f} s, all over after {time.monotonic() - started:.1f} s, "
+          f"status {ended.returncode}")  # fmt: skip
