@@ -73,6 +73,10 @@ def _run(group: Group, device: str, model: ServedModel | None = None) -> None:
         group.fail(error)
         standard_error.drain()
         os._exit(1)  # threads of collectives may wait for ever
+    if device.startswith("cuda"):
+        from megatron_async.ranks import process_group
+
+        process_group.leave()  # as rank 0 does
     sys.stdout.flush()
     standard_error.drain()
     os._exit(0)

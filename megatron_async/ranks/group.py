@@ -327,18 +327,19 @@ class RankGroup:
             with contextlib.suppress(RankDiedError):
                 self.tell(Stop())
         self._closed = True
+        leaving = None
+        # A rank that does not answer may wait in a collective of what has failed here.
+        if self.failure is None and _has_gpus() and self._joined and not is_busy:
+            leaving = process_group.leave_together()
         if self._joined:
             wait_for(list(self._processes.values()))
         self._watching.join(EXIT_SECONDS)
-        has_ended = all(process.poll() == 0 for process in self._processes.values())
         self._end()
         self._abandon.detach()
-        if self.failure is None and _has_gpus():
-            # A rank that does not answer may wait in a collective of what has failed here.
-            if self._joined and has_ended and not is_busy:
-                process_group.leave()
-            else:
-                process_group.abandon()
+        if leaving is not None:
+            leaving.join(EXIT_SECONDS)
+        if self.failure is None and _has_gpus() and (leaving is None or leaving.is_alive()):
+            process_group.abandon()
         self._tidy_up()
 
 

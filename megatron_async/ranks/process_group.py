@@ -120,6 +120,14 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
+def leave_together() -> threading.Thread:
+    """Begin to :func:`leave` a group whose other ranks do so at the same time: NCCL waits some
+    seconds for one that has gone before. The thread that does it may hang if one of them does."""
+    thread = threading.Thread(target=leave, name="leaving ranks", daemon=True)
+    thread.start()
+    return thread
+
+
 def abandon() -> None:
     """Leave a group of which another rank may be gone; returns at once.
 
