@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_async.processes import standard_error
 from megatron_async.processes.call import Call
-from megatron_async.processes.lifeline import EXIT_ORPHAN
+from megatron_async.processes.lifeline import EXIT_ORPHAN, leave_signals_to_parent
 from megatron_async.ranks.rendezvous.call import Line
 from megatron_async.ranks.rendezvous.shared import Shared
 
@@ -34,6 +35,7 @@ def follow(
     model: ServedModel | None = None,
 ) -> None:
     """Be a rank other than 0 until rank 0 ends the group; then this process ends, with status 0.
+    It leaves SIGINT and SIGTERM to rank 0 meanwhile.
 
     Args:
         device: "cpu" or "cuda".
@@ -55,7 +57,11 @@ def follow(
         if os.environ.get("RANK") == "0":
             raise ConfigError("RANK=0 has the engine: it leads, and the others follow")
         store, rank = environment_store(layout)
-    _run(join_group(layout, device_of_rank(device), store, rank), device, model)
+    group = join_group(layout, device_of_rank(device), store, rank)
+    if threading.current_thread() is threading.main_thread():
+        # A launcher sends them to all ranks. Rank 0 lets requests end, and then ends this one.
+        leave_signals_to_parent()
+    _run(group, device, model)
 
 
 def _run(group: Group, device: str, model: ServedModel | None = None) -> None:

@@ -3,17 +3,21 @@ line why not."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from megatron_async.cli.main import main
 from megatron_async.ranks.rendezvous import meeting
 from tests.support.child_environment import child_environment
 from tests.support.patience import PATIENCE_SECONDS
+from tests.support.real_server import url_in
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 LAYOUTS = {
@@ -83,6 +87,33 @@ def test_what_cannot_be_is_said_in_a_line_under_torchrun(
     assert 1 <= len(ours) <= 2  # each rank may find it
     # torchrun itself has a traceback.
     assert "megatron_async/" not in ended.stdout.replace("-m megatron_async", "")
+
+
+@pytest.mark.slow
+def test_a_server_under_torchrun_lets_requests_end(tmp_path: Path) -> None:
+    """The launcher sends SIGTERM to all ranks: those other than 0 leave it to the server."""
+    words = "serve --model tiny --device cpu --tensor-model-parallel-size 2 --port 0"
+    command = [sys.executable, *TORCHRUN, "-m", "megatron_async", *words.split()]
+    environment = child_environment(OMP_NUM_THREADS="1")
+    with (
+        subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE) as process,
+        httpx.Client(timeout=PATIENCE_SECONDS) as http,
+    ):
+        try:
+            assert process.stderr is not None
+            url = url_in(map(bytes.decode, process.stderr))
+            while http.get(f"{url}/health").status_code != 200:
+                time.sleep(0.05)
+            body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True}
+            with http.stream("POST", f"{url}/v1/completions", json=body) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                process.send_signal(signal.SIGTERM)
+                last = [line for line in lines if line][-2:]
+            assert '"finish_reason":"length"' in last[0] and last[1] == "data: [DONE]"
+            process.wait(PATIENCE_SECONDS)
+        finally:
+            process.kill()
 
 
 def test_tune_measures_on_one_gpu_alone(
