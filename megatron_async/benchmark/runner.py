@@ -76,10 +76,10 @@ def collect(
     if args.startup:
         progress.bar.set_description("start")
         try:
-            config = _full_config(model, args, load)
+            largest = _full_config(model, args, load)
             # A process leads one group of ranks.
             again = load_model if model.group is None else None
-            report["startup"] = measure_startup(model, config, again)
+            report["startup"] = measure_startup(model, largest, again)
         except Exception as error:
             progress.failed("--startup", error, lower="--batch-sizes or --max-requests")
         free_memory()
