@@ -28,6 +28,8 @@ ABORT_SECONDS = 5.0
 EXIT_STUCK = 1
 _SAYS_SERIALIZED = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 _aborting: list[threading.Thread] = []
+_device: torch.device | None = None
+"""This rank's GPU, since a group was joined."""
 
 START_TIMEOUT = timedelta(minutes=10)
 """For ranks to find each other, and for a collective."""
@@ -54,9 +56,11 @@ def join(
     Raises:
         ConfigError: another group is there, or the launcher started another number of processes.
     """
+    global _device
     compat.apply()
     from megatron.core import parallel_state
 
+    _device = device if device.type == "cuda" else None
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if is_on_one_host:
         # gloo would listen beside NCCL, which listens here at addresses that are this host's alone.
@@ -69,13 +73,14 @@ def join(
         if store is None:
             dist.init_process_group(backend, timeout=START_TIMEOUT)
         else:
+            # Without a device_id, with which NCCL would make a communicator for each group of
+            # megatron-core's, used or not: seconds at the start, and again at the end.
             dist.init_process_group(
                 backend,
                 store=store,
                 rank=rank,
                 world_size=layout.world_size,
                 timeout=START_TIMEOUT,
-                device_id=device if device.type == "cuda" else None,
             )
     if dist.get_world_size() != layout.world_size:
         raise ConfigError(
@@ -194,7 +199,7 @@ def _abort() -> None:
     ends()
     # This thread is through when the device is.
     with contextlib.suppress(RuntimeError):
-        torch.cuda.synchronize(distributed_c10d._get_default_group().bound_device_id)
+        torch.cuda.synchronize(_device)
 
 
 def _nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 ROOT = Path(__file__).parents[3]
+ABORTED = 2
 
 PROGRAM = """
 import json, sys
@@ -132,6 +134,11 @@ def tokens_of(model: str, dtype: str, **sizes: int) -> dict[str, list[list[int]]
     return found
 
 
+@functools.cache
+def tokens_of_one_gpu(model: str) -> dict[str, list[list[int]]]:
+    return tokens_of(model, "float32")
+
+
 def output_of(program: str, model: str, kind: str, sizes: dict[str, int]) -> Any:
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program, model, kind, json.dumps(sizes)],
@@ -151,16 +158,47 @@ def output_of(program: str, model: str, kind: str, sizes: dict[str, int]) -> Any
         ("tiny", {"tensor_model_parallel_size": 2}),
         ("tiny", {"pipeline_model_parallel_size": 2}),
         ("tiny-moe", {"expert_model_parallel_size": 2}),
+        ("tiny-moe", {"tensor_model_parallel_size": 2}),
         ("tiny-moe", {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}),
     ],
 )
 def test_tokens_are_those_of_one_gpu(model: str, sizes: dict[str, int]) -> None:
     """In float32, and in bfloat16 the same at every depth."""
-    alone, several = tokens_of(model, "float32"), tokens_of(model, "float32", **sizes)
+    alone, several = tokens_of_one_gpu(model), tokens_of(model, "float32", **sizes)
     assert len(set(map(str, several["0"]))) > 4, "these requests say something"
     assert all(several[depth] == alone["0"] for depth in ("0", "1", "2", "4"))
     coarse = tokens_of(model, "bfloat16", **sizes)
     assert all(coarse[depth] == coarse["0"] for depth in ("1", "2", "4"))
+
+
+@pytest.mark.parametrize("name", ("dense:2,1,1", "dense:1,2,1", "experts:1,1,2", "experts:2,1,1"))
+def test_no_event_and_no_draft_changes_a_token(name: str, tmp_path: Path) -> None:
+    """Batch-invariant, in bfloat16: rows that are sampled, penalised, guided, with
+    log-probabilities; pauses, evictions, aborts, and a cache that is always full."""
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.support.ranked", str(tmp_path), name],
+        env=child_environment(RANKED_DEVICE="cuda"),
+        cwd=ROOT,
+        check=True,
+        timeout=PATIENCE_SECONDS,
+    )
+    found = json.loads((tmp_path / f"{name}.json").read_text())
+    serial, *others = (found["depths"][depth] for depth in ("0", "1", "2", "4"))
+    expected = kept(serial["tokens"])
+    assert len({tuple(tokens) for tokens in expected}) > len(expected) - 2
+    assert all(kept(each["tokens"]) == expected for each in others)
+    assert all(each["log_probs"] == serial["log_probs"] for each in others)
+    assert all(each["text"] == serial["text"] for each in others)
+    (full,) = found["full"].values()
+    assert kept(full) == expected
+    kinds = [kind for kind in ("ngram", "grammar", "mtp") if kind in found]
+    assert all(kept(found[kind]["tokens"]) == expected[:5] for kind in kinds) and len(kinds) > 1
+    assert all(found[kind]["accepted"] > 0 for kind in kinds)
+
+
+def kept(tokens: list[list[int]]) -> list[list[int]]:
+    """Those of all requests but the aborted one."""
+    return [each for n, each in enumerate(tokens) if n != ABORTED]
 
 
 @pytest.mark.parametrize(
