@@ -395,11 +395,17 @@ def run_layout(folder: Path, name: str) -> None:
 
 
 def write_models(folder: Path) -> None:
-    """The first layers of embedded models; ``new`` and ``wrong`` are other weights of the first."""
+    """The first layers of embedded models; ``new`` and ``wrong`` are other weights of the first.
+    Another process writes them, since none that has used a GPU may fork ranks."""
+    if pid := os.fork():
+        if os.waitpid(pid, 0)[1]:
+            raise SystemExit("the models were not written")
+        return
     write_layers("tiny", folder / "dense", 2)
     write_layers("tiny", folder / "new", 2, scale=1.3)
     write_layers("tiny", folder / "wrong", 1)
     write_layers("tiny-moe", folder / "experts", 2)
+    os._exit(0)
 
 
 if __name__ == "__main__":
