@@ -182,10 +182,20 @@ def common(family: Family, fields: Fields) -> dict[str, Any]:
 
 def _check_quantization(family: Family, fields: Fields) -> None:
     found = fields.values.get("quantization_config")
+    if found is None:
+        return
+    from megatron_async.checkpoint.quantized.scheme import METHODS, knows, scheme_of
+
+    if knows(found):
+        scheme_of(found)
+        return
     method = found.get("quant_method") if isinstance(found, dict) else None
-    if found is not None and (method is None or method != family.quantization):
-        own = "" if family.quantization is None else f", or quant_method {family.quantization!r}"
-        raise fields.unsupported("quantization_config", f"unquantized weights{own}")
+    if method is None or method != family.quantization:
+        methods = [*METHODS, *([] if family.quantization is None else [family.quantization])]
+        known = ", ".join(map(repr, methods))
+        raise fields.unsupported(
+            "quantization_config", f"unquantized weights, or quant_method {known}"
+        )
     if isinstance(found, dict):
         MXFP4.check(found, of="quantization_config")
 

@@ -15,7 +15,8 @@ from megatron_async.checkpoint.huggingface.huggingface import family_of
 from megatron_async.checkpoint.huggingface.latent_weights import latent_targets
 from megatron_async.checkpoint.huggingface.mamba_weights import mamba_targets
 from megatron_async.checkpoint.huggingface.mtp_weights import mtp_layers, mtp_targets
-from megatron_async.checkpoint.reading.files import SafetensorsWeights, stored_shapes
+from megatron_async.checkpoint.quantized import is_plain
+from megatron_async.checkpoint.reading.files import SafetensorsWeights, stored_headers
 from megatron_async.checkpoint.reading.json_file import read_json
 from megatron_async.checkpoint.targets import EMBEDDING, OUTPUT, Stage, Target, TensorParallel
 from megatron_async.errors import CheckpointError, IntegrityError
@@ -371,9 +372,10 @@ def load_weights(directory: Path, config: ModelConfig, model: torch.nn.Module) -
 
 def weights_of(directory: Path, config: ModelConfig, model: torch.nn.Module) -> SafetensorsWeights:
     """The weights of ``directory``, for ``model``, which was built from ``config``."""
-    names = family_of(read_json(directory / "config.json")).names
+    values = read_json(directory / "config.json")
+    names = family_of(values).names
     parameters: dict[str, Tensor] = dict(model.named_parameters())
-    stored = stored_shapes(directory)
+    stored = stored_headers(directory)
     stage = Stage.of(model)
     found = weight_targets(config, parameters, TensorParallel.current(), names, stored, stage)
     targets: dict[str, Target] = found
@@ -387,6 +389,12 @@ def weights_of(directory: Path, config: ModelConfig, model: torch.nn.Module) -> 
         elsewhere = elsewhere | copies.keys()
         copies = {}
     ignored = names.ignored
-    return SafetensorsWeights(
+
+    weights = SafetensorsWeights(
         directory, targets, copies, lambda name: name in elsewhere or name.endswith(ignored)
     )
+    if is_plain(directory, values):
+        return weights
+    from megatron_async.checkpoint.quantized.scheme import with_scales
+
+    return with_scales(weights, values, stored)

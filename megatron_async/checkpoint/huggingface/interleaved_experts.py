@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_async.checkpoint.reading.mxfp4 import Arrange, mxfp4_targets
 from megatron_async.checkpoint.targets import Target
+
+Arrange = Callable[[Tensor], Tensor]
 
 
 def apart(rows: Tensor) -> Tensor:
@@ -59,6 +60,8 @@ def interleaved_targets(targets: Any, theirs: str, ours: str, stored: Collection
             of_one = targets.share(f"{name}.weight", weight, rows, groups, of_one_expert=True)
             select = partial(_of_rows, arrange, of_one.select)
             first = targets.first_expert(weight)
+            from megatron_async.checkpoint.quantized.mxfp4 import mxfp4_targets
+
             targets.update(
                 mxfp4_targets(stored_name, f"{name}.weight", weight, share.shape, select, first)
             )

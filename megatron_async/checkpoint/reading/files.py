@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -109,10 +109,26 @@ def _stored_tensors(files: list[Path]) -> Iterator[tuple[Path, str, Any]]:
             raise CheckpointError(f"{file}: truncated or corrupt: {one_line(error)}") from error
 
 
+class StoredTensor(NamedTuple):
+    """What the header of a file says; ``dtype`` in safetensors' words."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def stored_headers(directory: Path) -> dict[str, StoredTensor]:
+    """What the headers of the files of ``directory`` say of the stored tensors."""
+    files, _ = weight_files(directory)
+    return {
+        name: StoredTensor(file, tuple(stored.get_shape()), stored.get_dtype())
+        for file, name, stored in _stored_tensors(files)
+    }
+
+
 def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of the stored tensors, from the headers of the files of ``directory``."""
-    files, _ = weight_files(directory)
-    return {name: tuple(stored.get_shape()) for _, name, stored in _stored_tensors(files)}
+    return {name: stored.shape for name, stored in stored_headers(directory).items()}
 
 
 @dataclass(frozen=True, slots=True)

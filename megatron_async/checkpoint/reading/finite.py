@@ -70,5 +70,8 @@ def _marks(checked: list[_Checked], device: torch.device) -> torch.Tensor:
 def _mark_by_extremes(one: _Checked, mark: torch.Tensor) -> None:
     """Minimum and maximum tell: both pass a NaN on, an infinity is one of them, and rounding to
     another dtype keeps their order."""
+    if one.tensor.dtype == torch.float8_e4m3fn:  # has no infinity, and a NaN of each sign
+        mark.copy_(((one.tensor.view(torch.uint8) & 0x7F) == 0x7F).any())
+        return
     extremes = torch.stack(torch.aminmax(one.tensor)).to(one.dtype)
     mark.copy_(extremes.isfinite().logical_not().any())

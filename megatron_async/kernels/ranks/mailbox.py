@@ -1,8 +1,8 @@
 """Messages from one rank of a group to others, through their memory: how ``mailbox.cu`` is built
 and called.
 
-In place of sends and receives of NCCL. There who sends may wait until the message is received; here
-it goes on, and a graph ends without waiting for another rank.
+In place of sends and receives of NCCL. A rank that sends there may wait until the message is
+received; here it goes on, and a graph ends without waiting for another rank.
 """
 
 from __future__ import annotations

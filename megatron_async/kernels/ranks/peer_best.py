@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_async.kernels.compile import Int32, Int64, kernel
 
 MOST_ROWS = 1024
-"""Of a launch, windows counted token by token."""
+"""The most rows of a launch, windows counted token by token."""
 _CTAS, _THREADS = 32, 256
 _MOST_RANKS = 8
 
@@ -58,7 +58,7 @@ class PeerBest:
     def __init__(self, rank: int, memory: tuple[Tensor, ...]) -> None:
         self._rank, self._memory, self._device = rank, memory, memory[rank].device
         self._launches = torch.zeros(_CTAS, dtype=torch.int32, device=self._device)
-        """Of each CTA of the grid, which counts them."""
+        """The launches of each CTA of the grid, which counts them."""
         kernel("peer_best", self._macros(), self._device)  # compiled before a rank waits
 
     def takes(self, rows: int) -> bool:

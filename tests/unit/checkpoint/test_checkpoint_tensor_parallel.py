@@ -17,6 +17,7 @@ from megatron_async.weights.parallel_layouts import relay
 from tests.support.child_environment import child_environment
 from tests.support.huggingface_models import random_model
 from tests.support.programs import run_program
+from tests.unit.checkpoint.test_fp8_weights import write
 from tests.unit.checkpoint.test_mxfp4 import random_packed
 
 PROGRAM = """
@@ -92,6 +93,10 @@ HUGGINGFACE = ("mixtral", "qwen2_moe")
 """transformers' models with experts, each by itself or stacked."""
 
 
+FP8 = ("deepseek", "compressed-channel")
+"""Scales by blocks that are no whole shares, and by rows."""
+
+
 def write_packed(path: Path) -> None:
     """GPT-OSS with experts as MXFP4."""
     random_model("gpt_oss").save_pretrained(path)
@@ -138,6 +143,8 @@ def save_all_formats(root: Path) -> None:
     for name in HUGGINGFACE:
         random_model(name).save_pretrained(root / name)
     write_packed(root / "packed")
+    for kind in FP8:
+        write(root / kind, root / "huggingface", kind)
     for name, config in NATIVE.items():
         model = build_model(config, device="cpu", dtype=torch.float32)
         with torch.no_grad():
@@ -149,7 +156,7 @@ def save_all_formats(root: Path) -> None:
 
 def test_two_ranks_give_the_logits_of_one(tmp_path: Path) -> None:
     save_all_formats(tmp_path)
-    names = ["huggingface", "native", "distributed", "packed", *HUGGINGFACE]
+    names = ["huggingface", "native", "distributed", "packed", *HUGGINGFACE, *FP8]
     names += [f"{name}{end}" for name in NATIVE for end in ("", "_distributed")]
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

@@ -17,7 +17,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from megatron_async.checkpoint import load_pretrained
 from megatron_async.checkpoint.huggingface.field_table import MXFP4
-from megatron_async.checkpoint.reading.mxfp4 import unpack
+from megatron_async.checkpoint.quantized.mxfp4 import unpack
 from megatron_async.errors import CheckpointError
 from tests.support.huggingface_models import CONFIGS, random_model
 
@@ -136,10 +136,10 @@ def test_packed_weights_that_do_not_fit_are_named(
 @pytest.mark.parametrize(
     ("name", "method", "message"),
     [
-        ("gpt_oss", {"quant_method": "fp8"}, "unquantized weights, or quant_method 'mxfp4'"),
-        ("gpt_oss", {"bits": 4}, "unquantized weights, or quant_method 'mxfp4'"),
+        ("gpt_oss", {"quant_method": "awq"}, "unquantized weights, or quant_method .*, 'mxfp4'"),
+        ("gpt_oss", {"bits": 4}, "unquantized weights, or quant_method .*, 'mxfp4'"),
         ("gpt_oss", {**QUANTIZED, "quant_method": None}, "unquantized weights, or quant_method"),
-        ("llama", QUANTIZED, "supported: unquantized weights$"),
+        ("llama", QUANTIZED, "unquantized weights, or quant_method 'fp8', .* 'modelopt'$"),
     ],
 )
 def test_other_quantization_is_refused(

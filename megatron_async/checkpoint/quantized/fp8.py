@@ -1,0 +1,186 @@
+"""FP8 weights (e4m3) with scales, multiplied out when they are read.
+
+A weight ``[out, in]`` comes with one scale, with one for each of its rows, or with one for each
+block of it. What a model is loaded with is their product, rounded to the model's dtype once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from megatron_async.checkpoint.targets import Target
+from megatron_async.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from megatron_async.checkpoint.reading.files import StoredTensor
+
+STORED = "F8_E4M3"
+"""In safetensors' words."""
+SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
+SUFFIXES = ("_scale_inv", "_scale")
+"""Behind the name of a weight, that of its scales. Both are factors of it."""
+BLOCK = (128, 128)
+"""The rows and columns that share a scale of the first name, where nothing says how many."""
+NEUTRAL = ("input_scale", "output_scale", "q_scale", "k_scale", "v_scale")
+"""Scales of what is computed and not stored: activations and KV caches stay as they are."""
+
+
+def multiply_out(weight: Tensor, scale: Tensor, block: tuple[int, int] | None) -> Tensor:
+    """fp32 ``[out, in]``: e4m3 ``weight`` times ``scale``, see :func:`check_shape`."""
+    rows, columns = weight.shape
+    wide, scale = weight.float(), scale.float()
+    if scale.numel() == 1 or block is None:
+        return wide * scale.reshape(-1, 1)
+    of_rows = scale.repeat_interleave(block[0], 0)[:rows]
+    return wide * of_rows.repeat_interleave(block[1], 1)[:, :columns]
+
+
+def check_shape(
+    name: str, weight: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int] | None
+) -> None:
+    """Raises :class:`CheckpointError` unless ``scale`` is the shape of scales of a ``weight``: one
+    number, one for each row, or with ``block`` one for each block of that size."""
+    if len(weight) != 2:
+        raise CheckpointError(f"{name}: FP8 weights have two dimensions, this one {list(weight)}")
+    rows, columns = weight
+    if block is None:
+        several, meant = [(rows, 1), (rows,)], "each row"
+    else:
+        several = [(-(-rows // block[0]), -(-columns // block[1]))]
+        meant = f"each block of {block[0]} x {block[1]}"
+    if scale not in [(), (1,), (1, 1), *several]:
+        raise CheckpointError(
+            f"{name}: scales have shape {list(scale)}; one for {meant} of {list(weight)} is "
+            f"{list(several[0])}, one for all is [1]"
+        )
+
+
+def check_scale(name: str, scale: Tensor) -> None:
+    """Raises :class:`CheckpointError` unless all scales are positive, normal and finite."""
+    wide = scale.float()
+    smallest = torch.finfo(torch.float32).tiny
+    bad = ~(wide.isfinite() & (wide >= smallest))
+    if bool(bad.any()):
+        first = float(wide[bad].flatten()[0])
+        raise CheckpointError(
+            f"{name} has {int(bad.sum()):,} of {wide.numel():,} scales that are no positive normal "
+            f"numbers, such as {first}; quantize the model again"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Target(Target):
+    """Where a weight of e4m3 goes, times its scales.
+
+    Args:
+        scale: of the whole stored tensor.
+        block: rows and columns that share a scale; None where rows have one each.
+    """
+
+    scale: Tensor
+    block: tuple[int, int] | None
+    dtypes: ClassVar[tuple[str, ...]] = (STORED,)
+
+    def copy_from(self, stored: Tensor) -> None:
+        """Fill the view."""
+        # Names the class, since slots=True makes another one than super() knows.
+        Target.copy_from(self, self._product(stored))
+
+    def equals(self, stored: Tensor) -> bool:
+        """Whether ``stored`` times the scales is what the view holds."""
+        return Target.equals(self, self._product(stored))
+
+    def _product(self, stored: Tensor) -> Tensor:
+        on = self.view.device
+        return multiply_out(stored.to(on), self.scale.to(on), self.block)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleTarget(Target):
+    """Scales of a weight, which have been read: nothing is filled with them."""
+
+    dtypes: ClassVar[tuple[str, ...]] = SCALE_DTYPES
+
+    def copy_from(self, stored: Tensor) -> None:
+        """Nothing is to be done."""
+
+
+def fp8_targets(
+    targets: Mapping[str, Target],
+    stored: Mapping[str, StoredTensor],
+    block: tuple[int, int] | None,
+) -> dict[str, Target]:
+    """``targets`` for weights some of which are stored as e4m3 and have scales beside them.
+
+    Args:
+        stored: all tensors of the files.
+        block: rows and columns that share a scale, where the configuration says so.
+
+    Raises:
+        CheckpointError: scales are missing, or of another shape or dtype than they can have, or
+            are zero, negative, subnormal or not finite.
+    """
+    found = dict(targets)
+    scales = {name: _scale_name(name, stored) for name in targets if _is_fp8(name, stored)}
+    values = _read(scales.values(), stored)
+    for name, scale_name in scales.items():
+        shape, scale = stored[name].shape, values[scale_name]
+        of_name = block or (BLOCK if scale_name.endswith(SUFFIXES[0]) else None)
+        check_shape(name, shape, tuple(scale.shape), of_name)
+        check_scale(scale_name, scale)
+        target = targets[name]
+        found[name] = Fp8Target(
+            target.view, target.shape, target.select, scale=scale, block=of_name
+        )
+        found[scale_name] = ScaleTarget(scale, tuple(scale.shape))
+    return found
+
+
+def or_scales_of(ignore: Callable[[str], bool]) -> Callable[[str], bool]:
+    """Ignore the scales of weights that ``ignore`` does besides, and those of what is computed."""
+
+    def ignores(name: str) -> bool:
+        if ignore(name) or name.rpartition(".")[2] in NEUTRAL:
+            return True
+        return any(name.endswith(x) and ignore(name.removesuffix(x)) for x in SUFFIXES)
+
+    return ignores
+
+
+def _is_fp8(name: str, stored: Mapping[str, StoredTensor]) -> bool:
+    return name in stored and stored[name].dtype == STORED
+
+
+def _scale_name(name: str, stored: Mapping[str, StoredTensor]) -> str:
+    for suffix in SUFFIXES:
+        if (scale := f"{name}{suffix}") in stored:
+            if stored[scale].dtype not in SCALE_DTYPES:
+                raise CheckpointError(
+                    f"{stored[scale].file}: {scale} has dtype {stored[scale].dtype}; supported are "
+                    f"{', '.join(SCALE_DTYPES)}"
+                )
+            return scale
+    raise CheckpointError(
+        f"{stored[name].file}: {name} is {STORED} and has no scales: "
+        f"{' or '.join(name + suffix for suffix in SUFFIXES)} is missing"
+    )
+
+
+def _read(names: Iterable[str], stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+    """Read whole tensors, each file once."""
+    from safetensors import safe_open
+
+    by_file: dict[Path, list[str]] = {}
+    for name in names:
+        by_file.setdefault(stored[name].file, []).append(name)
+    found: dict[str, Tensor] = {}
+    for file, theirs in by_file.items():
+        with safe_open(file, framework="pt") as opened:
+            found |= {name: opened.get_tensor(name) for name in theirs}
+    return found

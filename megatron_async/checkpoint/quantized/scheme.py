@@ -1,0 +1,177 @@
+"""How a directory says that its weights are quantized: ``quantization_config`` in ``config.json``,
+or ModelOpt's ``hf_quant_config.json`` beside it.
+
+What is served are the weights times their scales. Which tensors are quantized their dtypes say, so
+lists of modules do not matter; nor does how activations and KV caches were to be quantized, since
+they stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeGuard
+
+from megatron_async.checkpoint.quantized import FIELD, MODELOPT_FILE
+from megatron_async.checkpoint.quantized.fp8 import fp8_targets, or_scales_of
+from megatron_async.checkpoint.reading.field_uses import FieldUses
+from megatron_async.checkpoint.reading.files import SafetensorsWeights, StoredTensor
+from megatron_async.checkpoint.reading.json_file import read_json
+from megatron_async.errors import CheckpointError, shown
+
+_LARGEST_BLOCK = 1 << 16
+_FP8 = FieldUses.of(
+    "quant_method weight_block_size",
+    "activation_scheme modules_to_not_convert ignored_layers dequantize kv_cache_scheme scale_fmt",
+    fmt=("e4m3",),
+)
+_COMPRESSED = FieldUses.of(
+    "quant_method config_groups sparsity_config",
+    "ignore kv_cache_scheme version global_compression_ratio quantization_status run_compressed "
+    "dequantize",
+    format=("float-quantized", "naive-quantized"),
+    transform_config=({},),
+)
+_GROUP = FieldUses.of(
+    "weights",
+    "targets input_activations output_activations",
+    format=("float-quantized", "naive-quantized"),
+)
+_WEIGHTS = FieldUses.of(
+    "strategy block_structure",
+    "observer observer_kwargs scale_dtype zp_dtype group_size actorder",
+    num_bits=(8,),
+    type=("float",),
+    symmetric=(True,),
+    dynamic=(False,),
+)
+_MODELOPT = FieldUses.of(
+    "quant_method quant_algo config_groups",
+    "kv_cache_quant_algo kv_cache_scheme exclude_modules ignore producer quantized_layers",
+    group_size=(),
+)
+_STRATEGIES = ("tensor", "channel", "block")
+_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+
+
+class Fp8Scheme(NamedTuple):
+    """Weights of e4m3. ``block``: rows and columns that share a scale; None where a whole tensor or
+    a row does."""
+
+    block: tuple[int, int] | None
+
+
+def read_scheme(directory: Path, values: Mapping[str, Any]) -> Fp8Scheme | None:
+    """How weights of ``directory``, whose ``config.json`` has ``values``, are stored; None for
+    those that are plain, or packed as their type has its own way.
+
+    Raises:
+        CheckpointError: see :func:`scheme_of`.
+    """
+    found = values.get(FIELD)
+    if found is None and (directory / MODELOPT_FILE).is_file():
+        inner = read_json(directory / MODELOPT_FILE).get("quantization")
+        if isinstance(inner, dict) and inner.get("quant_algo") is None:
+            return None  # the KV cache alone
+        found = {"quant_method": "modelopt", **(inner if isinstance(inner, dict) else {})}
+    return scheme_of(found) if knows(found) else None
+
+
+def with_scales(
+    weights: SafetensorsWeights, values: Mapping[str, Any], stored: Mapping[str, StoredTensor]
+) -> SafetensorsWeights:
+    """``weights``, times their scales where they have some.
+
+    Args:
+        values: the content of the directory's ``config.json``.
+        stored: all of its tensors.
+
+    Raises:
+        CheckpointError: see :func:`scheme_of` and :func:`~.fp8.fp8_targets`.
+    """
+    scheme = read_scheme(weights.directory, values)
+    if scheme is None:
+        return weights
+    targets = fp8_targets(weights.targets, stored, scheme.block)
+    return replace(weights, targets=targets, ignore=or_scales_of(weights.ignore))
+
+
+def knows(found: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Whether a ``quantization_config`` is of a method that :func:`scheme_of` reads."""
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    return isinstance(method, str) and method in METHODS
+
+
+def scheme_of(found: Mapping[str, Any]) -> Fp8Scheme:
+    """What a ``quantization_config`` that :func:`knows` says.
+
+    Raises:
+        CheckpointError: it asks for another format of weights than FP8 (e4m3) with scales by
+            tensor, row or block, or for what is not known; the message names it.
+    """
+    return METHODS[found["quant_method"]](found)
+
+
+def _fp8(found: Mapping[str, Any]) -> Fp8Scheme:
+    """DeepSeek's and Qwen's, and Neural Magic's old one, without blocks."""
+    _FP8.check(found, of=FIELD)
+    return Fp8Scheme(_block_of("weight_block_size", found.get("weight_block_size")))
+
+
+def _compressed_tensors(found: Mapping[str, Any]) -> Fp8Scheme:
+    _COMPRESSED.check(found, of=FIELD)
+    sparsity = found.get("sparsity_config") or {"format": "dense"}
+    if not isinstance(sparsity, dict) or sparsity.get("format") != "dense":
+        raise _unsupported("sparsity_config", sparsity, "null, or format 'dense'")
+    return _of_groups(found.get("config_groups"))
+
+
+def _modelopt(found: Mapping[str, Any]) -> Fp8Scheme:
+    _MODELOPT.check(found, of=FIELD)
+    algorithm = found.get("quant_algo")
+    if algorithm not in _ALGORITHMS:
+        raise _unsupported("quant_algo", algorithm, ", ".join(_ALGORITHMS))
+    return Fp8Scheme(None)
+
+
+def _of_groups(groups: Any) -> Fp8Scheme:
+    if not isinstance(groups, dict) or not groups:
+        raise _unsupported("config_groups", groups, "an object of groups")
+    blocks: set[tuple[int, int] | None] = set()
+    for name, group in groups.items():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if not isinstance(weights, dict):
+            raise _unsupported(f"config_groups.{name}", group, "an object with weights")
+        _GROUP.check(group, of=f"{FIELD}.config_groups.{name}")
+        _WEIGHTS.check(weights, of=f"{FIELD}.config_groups.{name}.weights")
+        strategy = weights.get("strategy")
+        if strategy not in _STRATEGIES:
+            raise _unsupported("strategy", strategy, ", ".join(_STRATEGIES))
+        block = weights.get("block_structure") if strategy == "block" else None
+        blocks.add(_block_of("block_structure", block))
+    if len(blocks) > 1:
+        raise _unsupported("config_groups", groups, "groups of one block_structure")
+    return Fp8Scheme(blocks.pop())
+
+
+def _block_of(name: str, value: Any) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    sizes = value if isinstance(value, list) else []
+    if len(sizes) != 2 or not all(type(n) is int and 1 <= n <= _LARGEST_BLOCK for n in sizes):
+        raise _unsupported(name, value, f"two sizes of 1 to {_LARGEST_BLOCK}")
+    return sizes[0], sizes[1]
+
+
+def _unsupported(name: str, value: Any, supported: str) -> CheckpointError:
+    return CheckpointError(
+        f"{FIELD}: {name}={shown(value)} is not supported; supported: {supported}"
+    )
+
+
+METHODS: dict[str, Callable[[Mapping[str, Any]], Fp8Scheme]] = {
+    "fp8": _fp8,
+    "compressed-tensors": _compressed_tensors,
+    "modelopt": _modelopt,
+}
