@@ -82,7 +82,10 @@ def run_load(
     counters = engine.counters
     marking = None
     if marks:
-        marking = marked_launches(engine.device, Ranks(engine), after_prefill=after_prefill)
+        # Ranks that share layers do the same at the same time: one of them tells all.
+        group = engine.model.group
+        ranks = Ranks(engine) if group is not None and group.layout.pipeline > 1 else None
+        marking = marked_launches(engine.device, ranks, after_prefill=after_prefill)
     with marking or nullcontext(lambda: None) as events:
         started = time.perf_counter()
         while len(futures) < len(requests) or engine.has_unfinished_requests():
