@@ -87,12 +87,10 @@ def trace_events(recording: Recording) -> tuple[list[Event], Summary]:
     stages = _add_ranks(recording, steps, writer)
     flows = _flows(host, stages, writer)
     _counters(recording.host, start, writer)
-    kernels = [kernel for kernel in recording.kernels if kernel.start_ns >= start]
-    lanes = _lay_out(kernels)
-    for lane, content in enumerate(lanes, FIRST_KERNEL_LANE):
-        for kernel in content:
-            span = Span("kernel", NO_TICKET, kernel.start_ns, kernel.end_ns)
-            writer.slice(lane, span, short_name(kernel.name), {"name": kernel.name})
+    kernel_lanes = {PROCESS: writer.kernels(recording.kernels)}
+    for each in recording.ranks:
+        process = PROCESS + each.rank
+        kernel_lanes[process] = writer.kernels(each.kernels, process)
     tickets = [launch.ticket for launch in recording.host.launches if launch.time_ns >= start]
     commits = [span for span in host if span.name == "commit"]
     first, last = (tickets[0], tickets[-1]) if tickets else (NO_TICKET, NO_TICKET)
@@ -104,7 +102,7 @@ def trace_events(recording: Recording) -> tuple[list[Event], Summary]:
     own = Stage(recording.device, recording.collectives)
     pauses = bubble(by_stage(own, recording.ranks), start)
     summary = Summary(first, last, len(commits), overlapped, flows, *drafts, pauses)
-    return [*_metadata(recording, len(lanes)), *writer.in_order()], summary
+    return [*_metadata(recording, kernel_lanes), *writer.in_order()], summary
 
 
 def overlapped_commits(commits: Sequence[Span], steps: Sequence[DeviceStep]) -> list[int]:
@@ -158,6 +156,16 @@ class _Writer:
         for span in spans:
             if span.start_ns >= self._start_ns:
                 self.slice(DEVICE_LANE, span, span.name, {"work": "collective"}, process)
+
+    def kernels(self, kernels: Iterable[DeviceKernel], process: int = PROCESS) -> int:
+        """Returns the number of lanes that they take."""
+        lanes = _lay_out(kernel for kernel in kernels if kernel.start_ns >= self._start_ns)
+        for lane, content in enumerate(lanes, FIRST_KERNEL_LANE):
+            for kernel in content:
+                span = Span("kernel", NO_TICKET, kernel.start_ns, kernel.end_ns)
+                name = short_name(kernel.name)
+                self.slice(lane, span, name, {"name": kernel.name}, process)
+        return len(lanes)
 
     def slice(self, lane: int, span: Span, name: str, args: Event, process: int = PROCESS) -> None:
         start, end = self._grid(span.start_ns), self._grid(span.end_ns)
@@ -261,19 +269,21 @@ def _lay_out(kernels: Iterable[DeviceKernel]) -> list[list[DeviceKernel]]:
     return lanes
 
 
-def _metadata(recording: Recording, kernel_lanes: int) -> list[Event]:
-    names = {HOST_LANE: "host", DEVICE_LANE: f"device: {recording.device_name}"}
-    for lane in range(kernel_lanes):
-        names[FIRST_KERNEL_LANE + lane] = "kernels" + (f" {lane + 1}" if lane else "")
+def _metadata(recording: Recording, kernel_lanes: Mapping[int, int]) -> list[Event]:
+    """``kernel_lanes``: their number by process."""
+    device = f"device: {recording.device_name}"
     title = f"rank 0: {recording.title}" if recording.ranks else recording.title
-    said = _names(PROCESS, title, names)
+    said = _names(PROCESS, title, device, kernel_lanes[PROCESS])
     for each in recording.ranks:
-        lanes = {HOST_LANE: "host", DEVICE_LANE: "device"}
-        said += _names(PROCESS + each.rank, f"rank {each.rank}, stage {each.stage}", lanes)
+        process, place = PROCESS + each.rank, f"rank {each.rank}, stage {each.stage}"
+        said += _names(process, place, "device", kernel_lanes[process])
     return said
 
 
-def _names(process: int, title: str, lanes: Mapping[int, str]) -> list[Event]:
+def _names(process: int, title: str, device: str, kernel_lanes: int) -> list[Event]:
+    lanes = {HOST_LANE: "host", DEVICE_LANE: device}
+    for lane in range(kernel_lanes):
+        lanes[FIRST_KERNEL_LANE + lane] = "kernels" + (f" {lane + 1}" if lane else "")
     said: list[tuple[str, int, Event]] = [
         ("process_name", HOST_LANE, {"name": title}),
         ("process_sort_index", HOST_LANE, {"sort_index": process}),

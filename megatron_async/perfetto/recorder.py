@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_async.device.kernel_profiler import DeviceKernel
+from megatron_async.device.kernel_profiler import KernelProfiler
 from megatron_async.engine.lifecycle.host_timeline import HostTimeline
 from megatron_async.perfetto.events import Recording
 
@@ -17,30 +16,25 @@ if TYPE_CHECKING:
 
 
 class StepRecorder:
-    """Records from now on. ``engine`` stands between two steps."""
+    """Records from now on, on GPUs also ``kernels``. ``engine`` stands between two steps."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, *, kernels: bool = False) -> None:
         self._engine = engine
         self._ranks = Ranks(engine)
+        self._profiler = KernelProfiler() if kernels else None
         self.host = HostTimeline(engine)
         engine.device.start_timeline()
-        self._ranks.start()
+        self._ranks.start(kernels=kernels)
 
-    def take(
-        self,
-        title: str,
-        start_ns: int,
-        kernels: Callable[[], Sequence[DeviceKernel]] = lambda: (),
-    ) -> Recording:
+    def take(self, title: str, start_ns: int) -> Recording:
         """Wait for the device and end; the engine is suspended. What began before ``start_ns`` is
-        not shown. ``kernels`` is called when the device has nothing to do."""
+        not shown."""
         device = self._engine.device.take_timeline()
         self.host.detach()
+        kernels = [] if self._profiler is None else self._profiler.take()
         collectives, ranks = self._ranks.take()
         name = device_name(self._engine)
-        return Recording(
-            title, name, start_ns, self.host, device, list(kernels()), ranks, collectives
-        )
+        return Recording(title, name, start_ns, self.host, device, kernels, ranks, collectives)
 
 
 class Ranks:
@@ -51,13 +45,13 @@ class Ranks:
         self._group = engine.model.group
         self._runner = engine.runner
 
-    def start(self) -> None:
+    def start(self, *, kernels: bool = False) -> None:
         """Record from now on."""
         if self._group is None:
             return
         from megatron_async.ranks.timelines import Collectives, start_timelines
 
-        start_timelines(self._group, self._runner.engine)
+        start_timelines(self._group, self._runner.engine, kernels=kernels)
         self._collectives = Collectives()
 
     def take(self) -> tuple[list[Any], list[RankTimeline]]:

@@ -146,8 +146,8 @@ class Follower:
     def _prepare(self, message: Message) -> Answer | None:
         """What rank 0 waits for; returns what it answers if not that it is done."""
         match message:
-            case messages.StartTimeline(engine=number):
-                self._recorder = Recorder(*self._engines[number])
+            case messages.StartTimeline(engine=number, kernels=kernels):
+                self._recorder = Recorder(*self._engines[number], kernels=kernels)
             case messages.TakeTimeline():
                 recorder, self._recorder = self._recorder, None
                 if recorder is None:

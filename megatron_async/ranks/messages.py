@@ -12,6 +12,7 @@ import torch
 
 from megatron_async.codec import Codec
 from megatron_async.config.engine_config import EngineConfig
+from megatron_async.device.kernel_profiler import DeviceKernel
 from megatron_async.device.protocol import Span
 from megatron_async.models.description.config import ModelConfig
 from megatron_async.step.plan import Guess, Plan
@@ -146,9 +147,10 @@ class WakeUp(Told, frozen=True):
 
 
 class StartTimeline(Told, frozen=True):
-    """Record from now on what this rank does for engine ``engine``."""
+    """Record from now on what this rank does for engine ``engine``, and its GPU's ``kernels``."""
 
     engine: int
+    kernels: bool
     is_answered: ClassVar[bool] = True
 
 
@@ -203,11 +205,13 @@ class Done(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknow
 
 class Timeline(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
     """What a rank did: its host's work and its waits for what it is told, in the order of their
-    ends; the device's work, in stream order; and the collectives in it, where they are seen."""
+    ends; the device's work, in stream order; the collectives in it, where they are seen; and its
+    kernels, where they were asked for."""
 
     host: list[Span]
     device: list[Span]
     collectives: list[Span]
+    kernels: list[DeviceKernel]
 
 
 class Now(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):

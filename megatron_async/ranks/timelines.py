@@ -7,10 +7,11 @@ answers the fastest one tells by how much a clock is ahead, to half of the time 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from megatron_async.device.kernel_profiler import DeviceKernel, KernelProfiler
 from megatron_async.device.protocol import Device, Span
 from megatron_async.ranks.messages import AskClock, Now, StartTimeline, TakeTimeline, Timeline
 from megatron_async.ranks.rendezvous import unix_group
@@ -31,6 +32,7 @@ class RankTimeline(NamedTuple):
     host: list[Span]
     device: list[Span]
     collectives: list[Span]
+    kernels: Sequence[DeviceKernel] = ()
 
 
 class Collectives:
@@ -51,11 +53,12 @@ class Collectives:
 
 
 class Recorder:
-    """Records what a rank other than 0 does from now on."""
+    """Records what a rank other than 0 does from now on, and its GPU's ``kernels``."""
 
-    def __init__(self, device: Device, runner: ModelRunner) -> None:
+    def __init__(self, device: Device, runner: ModelRunner, *, kernels: bool = False) -> None:
         self._device, self._runner = device, runner
         self._host: list[Span] = []
+        self._profiler = KernelProfiler() if kernels else None
         device.start_timeline()
         self._collectives = Collectives()
         runner.observe(self._add)
@@ -74,12 +77,14 @@ class Recorder:
         """Wait for the device, and end."""
         device = self._device.take_timeline()
         self._runner.observe(None)
-        return Timeline(self._host, device, self._collectives.take())
+        kernels = [] if self._profiler is None else self._profiler.take()
+        return Timeline(self._host, device, self._collectives.take(), kernels)
 
 
-def start_timelines(group: RankGroup, engine: int) -> None:
-    """Have the other ranks record what they do for engine ``engine``."""
-    group.tell(StartTimeline(engine))
+def start_timelines(group: RankGroup, engine: int, *, kernels: bool = False) -> None:
+    """Have the other ranks record what they do for engine ``engine``, and their GPUs'
+    ``kernels``."""
+    group.tell(StartTimeline(engine, kernels))
     group.await_answers()
 
 
@@ -91,8 +96,10 @@ def take_timelines(group: RankGroup, engine: int) -> list[RankTimeline]:
     for rank, (said, _) in sorted(group.await_answers().items()):
         assert isinstance(said, Timeline)
         ahead = offsets.get(rank, 0)
-        parts = (_moved(part, -ahead) for part in (said.host, said.device, said.collectives))
-        found.append(RankTimeline(rank, group.layout.stage(rank), *parts))
+        stage = group.layout.stage(rank)
+        host, device = _moved(said.host, -ahead), _moved(said.device, -ahead)
+        collectives, kernels = _moved(said.collectives, -ahead), _moved(said.kernels, -ahead)
+        found.append(RankTimeline(rank, stage, host, device, collectives, kernels))
     return found
 
 
@@ -110,7 +117,10 @@ def clock_offsets(group: RankGroup) -> dict[int, int]:
     return {rank: ahead for rank, (_, ahead) in best.items()}
 
 
-def _moved(spans: list[Span], by_ns: int) -> list[Span]:
+_Timed = TypeVar("_Timed", Span, DeviceKernel)
+
+
+def _moved(spans: list[_Timed], by_ns: int) -> list[_Timed]:
     if not by_ns:
         return spans
     return [s._replace(start_ns=s.start_ns + by_ns, end_ns=s.end_ns + by_ns) for s in spans]

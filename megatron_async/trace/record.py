@@ -11,7 +11,6 @@ from megatron_async.benchmark.measuring.engines import decode_config, start_engi
 from megatron_async.benchmark.measuring.loads import Load
 from megatron_async.benchmark.model import load_benchmark_model
 from megatron_async.device import resolve_device
-from megatron_async.device.kernel_profiler import KernelProfiler
 from megatron_async.errors import ConfigError
 from megatron_async.perfetto.events import Recording
 from megatron_async.perfetto.recorder import StepRecorder
@@ -93,15 +92,13 @@ class Subject:
         last one is committed, so that every ticket is shown to its end."""
         engine = self.engine
         self._fill()
-        profiler = KernelProfiler() if self._args.kernels else None
-        recorder = StepRecorder(engine)
+        recorder = StepRecorder(engine, kernels=self._args.kernels)
         for _ in range(LEAD_IN):
             engine.step_modern()
         start_ns = time.perf_counter_ns()
         self._steps(steps)
         engine.suspend()
-        kernels = (lambda: []) if profiler is None else profiler.take
-        recording = recorder.take(self.title, start_ns, kernels)
+        recording = recorder.take(self.title, start_ns)
         engine.reset()
         return recording
 

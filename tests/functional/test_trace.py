@@ -34,6 +34,7 @@ from megatron_async.perfetto.events import (
 from megatron_async.perfetto.timeline import (
     device_steps,
 )
+from megatron_async.ranks.timelines import RankTimeline
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.step.plan import Plan
 from megatron_async.step.records import StepResult
@@ -536,4 +537,11 @@ def test_kernels_that_overlap_get_lanes_of_their_own() -> None:
     bound_flows(events)
     lanes = [[e["name"] for e in slices(events, FIRST_KERNEL_LANE + n)] for n in range(3)]
     assert lanes == [["k0", "k2", "f"], ["k1", "k3"], []]
+    other = RankTimeline(3, 1, [], [], [], kernels[:2])
+    events, _ = trace_events(recording._replace(ranks=[other]))
+    check_format(events)
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    lanes_of_other = [names[4, FIRST_KERNEL_LANE + n] for n in range(2)]
+    assert lanes_of_other == ["kernels", "kernels 2"] and len(names) == 8
+    assert {e["name"] for e in events if e["ph"] == "X" and e["pid"] == 4} == {"k0", "k1"}
     assert summary.commits == summary.flows == 0

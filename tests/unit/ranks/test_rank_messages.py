@@ -10,6 +10,7 @@ from msgspec.msgpack import encode as msgpack
 
 from megatron_async.config.engine_config import EngineConfig
 from megatron_async.config.testing_options import TestingOptions
+from megatron_async.device.kernel_profiler import DeviceKernel
 from megatron_async.device.protocol import Span
 from megatron_async.errors import ConfigError, IntegrityError
 from megatron_async.ranks import messages
@@ -79,7 +80,7 @@ SPAN = Span("S H2D F", 4, 2**60, 2**60 + 1, 3)
     "answer",
     [
         Done(), Done("ConfigError", "why"), Failed("why"), messages.Now(2**62),
-        messages.Timeline([SPAN], [SPAN, SPAN], []),
+        messages.Timeline([SPAN], [SPAN, SPAN], [], [DeviceKernel("k", 1, 2)]),
     ],
 )  # fmt: skip
 def test_answers_arrive_as_they_were_given(answer: messages.Answer | Failed) -> None:

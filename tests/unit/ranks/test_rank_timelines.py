@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_async.device.cpu import CpuDevice
+from megatron_async.device.kernel_profiler import DeviceKernel
 from megatron_async.device.protocol import Span
 from megatron_async.ranks import messages, timelines
 from megatron_async.ranks.layout import Layout
@@ -42,7 +43,8 @@ class OtherHosts:
             elif isinstance(self.told[-1], messages.TakeTimeline):
                 moved = [s._replace(start_ns=s.start_ns + ahead, end_ns=s.end_ns + ahead)
                          for s in SPANS]  # fmt: skip
-                answer = Timeline(moved, moved[:1], moved[1:])
+                kernel = DeviceKernel("k", 100 + ahead, 200 + ahead)
+                answer = Timeline(moved, moved[:1], moved[1:], [kernel])
             late = 10**9 if len(self.told) == 3 else 0
             found[rank] = ANSWERS.decode(ANSWERS.encode(answer)), time.perf_counter_ns() + late
         return found
@@ -50,7 +52,7 @@ class OtherHosts:
 
 def test_timelines_of_other_hosts_are_moved_to_the_clock_of_rank_0() -> None:
     group: Any = OtherHosts(is_on_one_host=False)
-    start_timelines(group, 4)
+    start_timelines(group, 4, kernels=True)
     found = take_timelines(group, 4)
     assert [(each.rank, each.stage) for each in found] == [(1, 1), (2, 2)]
     for each in found:
@@ -62,7 +64,9 @@ def test_timelines_of_other_hosts_are_moved_to_the_clock_of_rank_0() -> None:
             for span, at in zip(moved, expected, strict=True):
                 # To half of the time that an answer took, of the fastest one.
                 assert abs(span.start_ns - at.start_ns) < 400_000_000
-    assert group.told[0] == messages.StartTimeline(4)
+        (kernel,) = each.kernels
+        assert kernel.end_ns - kernel.start_ns == 100 and kernel.start_ns == each.device[0].start_ns
+    assert group.told[0] == messages.StartTimeline(4, True)
     assert group.told[-1] == messages.TakeTimeline(4)
     assert group.told.count(messages.AskClock()) == timelines.CLOCK_QUESTIONS
 
@@ -99,6 +103,20 @@ def test_a_rank_records_its_host_its_device_and_the_collectives() -> None:
     assert collective.name == "all-reduce"
     assert work.start_ns <= collective.start_ns <= collective.end_ns <= work.end_ns
     assert found.host[1].start_ns <= work.start_ns
+
+
+def test_a_rank_records_the_kernels_that_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = [DeviceKernel("k", 1, 2)]
+    profiler = SimpleNamespace(take=lambda: kernels)
+    monkeypatch.setattr(timelines, "KernelProfiler", lambda: profiler)
+    runner: Any = SimpleNamespace(observe=lambda on_span: None)
+    device = CpuDevice()
+    try:
+        assert Recorder(device, runner, kernels=True).take().kernels == kernels
+        assert Recorder(device, runner).take().kernels == []
+    finally:
+        unix_group.observe(None)
+        device.close()
 
 
 def test_a_rank_that_records_nothing_says_so() -> None:
