@@ -47,7 +47,7 @@ class CpuDevice:
         self.jitters = jitter_seed is not None
         self._jitter = random.Random(jitter_seed)
         self._work: _Queue = queue.SimpleQueue()
-        self._ticket = self._sampled = -1
+        self._ticket = self.sampled = -1
         self.failure: BaseException | None = None
         # Not a condition: one that a signal interrupts may not get its lock back.
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -66,7 +66,7 @@ class CpuDevice:
 
     def enqueue(self, work: Callable[[], None], name: str) -> None:
         self.raise_failure()
-        self._work.put((work, name, self._ticket, self._sampled))
+        self._work.put((work, name, self._ticket, self.sampled))
 
     def inline(self) -> AbstractContextManager[None]:
         return torch.inference_mode()
@@ -82,9 +82,6 @@ class CpuDevice:
 
     def mark_ticket(self, ticket: int) -> None:
         self._ticket = ticket
-
-    def mark_sampled(self, ticket: int) -> None:
-        self._sampled = ticket
 
     def synchronize(self) -> None:
         done = threading.Event()

@@ -109,9 +109,6 @@ class CudaDevice:
     def mark_ticket(self, ticket: int) -> None:
         self.ticket = ticket
 
-    def mark_sampled(self, ticket: int) -> None:
-        self.sampled = ticket
-
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 

@@ -86,6 +86,8 @@ class Device(Protocol):
     """True when shapes inside a graph are fixed and no device value may steer the host."""
     failure: BaseException | None
     """What waits for the device raise; None while it works."""
+    sampled: int
+    """The ticket of the next S that is enqueued, set ahead of it (for timelines)."""
 
     def enqueue(self, work: Callable[[], None], name: str) -> None:
         """Run ``work`` on the stream after all that was enqueued before; returns at once."""
@@ -105,9 +107,6 @@ class Device(Protocol):
 
     def mark_ticket(self, ticket: int) -> None:
         """Work enqueued from now on belongs to this ticket (for timelines)."""
-
-    def mark_sampled(self, ticket: int) -> None:
-        """The next S that is enqueued is that of this ticket (for timelines)."""
 
     def start_timeline(self, most: int | None = None) -> None:
         """Record from now on when work runs, the last ``most`` pieces of it; on CUDA this waits for

@@ -187,7 +187,8 @@ def _abort() -> None:
     from torch.distributed import distributed_c10d
 
     groups = distributed_c10d._world.pg_names
-    backend = distributed_c10d._get_default_group()._get_backend(torch.device("cuda"))
+    assert dist.group.WORLD is not None
+    backend = dist.group.WORLD._get_backend(torch.device("cuda"))
     # As one call of NCCL: the abort of one communicator may wait for a kernel of another.
     starts, ends = (getattr(backend, name, _nothing) for name in ("_group_start", "_group_end"))
     starts()

@@ -260,7 +260,7 @@ class ModelRunner:
             guided = None
         if is_decode and due == 1 and not guided and unsampled[0].sampled[:3] == steady:
             sampled = unsampled.popleft()
-            self.device.mark_sampled(sampled.number)
+            self.device.sampled = sampled.number
             graphs.step(sampled.sampled, controlled=bool(plan.control)).replay()
         else:
             if plan.control:
@@ -381,7 +381,7 @@ class ModelRunner:
             processed = self._program.process(ticket.sampled, processors)
         work = partial(self._program.sample_processed, ticket.sampled, processed)
         self.launching = True
-        self.device.mark_sampled(ticket.number)
+        self.device.sampled = ticket.number
         self.device.enqueue(work, "S+ processed")
         if self._guided_drafts is not None:
             self._guided_drafts.follow(ticket.number)
@@ -454,7 +454,7 @@ class ModelRunner:
 
     def _sample_oldest(self) -> None:
         ticket, started = self._unsampled[0], time.perf_counter_ns()
-        self.device.mark_sampled(ticket.number)
+        self.device.sampled = ticket.number
         self._graphs.sample(ticket.sampled).replay()
         if self._guided_drafts is not None:
             self._guided_drafts.follow(ticket.number)

@@ -296,6 +296,7 @@ OF_OTHERS = {
     "_exit",
     "_forward_hooks",
     "_forward_pre_hooks",
+    "_get_backend",
     "_get_initial_cache_position",
     "_getframe",
     "_optimize_model_for_decode",
@@ -307,6 +308,7 @@ OF_OTHERS = {
     "_sample",
     "_update_model_kwargs_for_generation",
     "_valid_auto_compile_criteria",
+    "_world",
 }
 
 # Set to keep what it refers to alive, and for nothing else.

@@ -123,7 +123,7 @@ def test_all_communicators_are_aborted_as_one_call_the_first_one_last(
     groups = [Group(name) for name in "0123"]
     world = SimpleNamespace(pg_names={each: each.name for each in groups})
     monkeypatch.setattr(distributed_c10d, "_world", world)
-    monkeypatch.setattr(distributed_c10d, "_get_default_group", lambda: groups[0])
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=groups[0]))
     process_group._abort()
     assert called == ["(", "3", "2", "1", "0", ")", "waits"]
     assert world.pg_names, "who calls a collective meanwhile finds its group"

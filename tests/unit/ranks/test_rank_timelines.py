@@ -87,7 +87,7 @@ def test_a_rank_records_its_host_its_device_and_the_collectives() -> None:
     try:
         recorder = Recorder(device, runner)
         device.mark_ticket(7)
-        device.mark_sampled(6)
+        device.sampled = 6
         with recorder.seen("launch", 7):
             observed[0]("pack", 7, 1, 2)
             device.enqueue(lambda: alone.allreduce([torch.ones(2)], options) and None, "S H2D F")
