@@ -327,7 +327,9 @@ class ModelRunner:
     def settle(self) -> None:
         """Take, before the end, what the last stage has told and this one has not taken, which the
         next engine over these ranks would find. Nobody has sampled the ticket launched last."""
-        with contextlib.suppress(Exception):  # of a device that has failed
+        if self.device.failure is not None:
+            return  # nothing is launched behind what may never end
+        with contextlib.suppress(Exception):  # of a device that fails now
             while len(self._unsampled) > 1:
                 self._sample_oldest()
 
