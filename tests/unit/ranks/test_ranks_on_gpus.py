@@ -251,3 +251,46 @@ def test_no_gpu_waits_for_a_dead_rank(
     # Seen with -s: no verdict depends on it.
     print(f"error after {seconds:.1f} s, all over after {time.monotonic() - started:.1f} s, "
           f"status {ended.returncode}")  # fmt: skip
+
+
+@pytest.mark.parametrize("option", ("tensor", "pipeline"))
+def test_trace_shows_each_rank_with_its_kernels_on_one_clock(option: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    words = "--model tiny --device cuda --prompt-tokens 16 --steps 24 --batch-size 4 --kernels"
+    sizes = (f"--{option}-model-parallel-size", "2", "-o", str(path))
+    said = subprocess.run(
+        [sys.executable, "-m", "megatron_async", "trace", *words.split(), *sizes],
+        env=child_environment(),
+        cwd=ROOT,
+        check=True,
+        timeout=PATIENCE_SECONDS,
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout
+    assert ("bubble: stage 0 " in said) == (option == "pipeline")
+    slices = [each for each in json.loads(path.read_text())["traceEvents"] if each["ph"] == "X"]
+    slack = 200.0  # the clock of the profiler, and of each GPU, in microseconds
+
+    def begin(event: dict[str, Any]) -> float:
+        return float(event["ts"]) - slack
+
+    def end(event: dict[str, Any]) -> float:
+        return float(event["ts"] + event["dur"]) + slack
+
+    of_stage = []
+    for process in (1, 2):
+        own = [each for each in slices if each["pid"] == process]
+        work = [each for each in own if each["tid"] == 2]
+        kernels = [each for each in own if each["cat"] == "kernel"]
+        inside = sum(any(begin(w) <= k["ts"] and k["ts"] <= end(w) for w in work) for k in kernels)
+        assert len(kernels) > 10 * 24 and inside > 0.9 * len(kernels)
+        of_stage.append(
+            {word: each for each in work for word in each["name"].split() if word[1:].isdigit()}
+        )
+    first, last = of_stage
+    for ticket in {word[1:] for word in first} & {word[1:] for word in last}:
+        if f"F{ticket}" in first and f"F{ticket}" in last:
+            assert begin(first[f"F{ticket}"]) < end(last[f"F{ticket}"])
+        if f"T{ticket}" in first and f"S{ticket}" in last:
+            assert begin(last[f"S{ticket}"]) < end(first[f"T{ticket}"])
+    assert any(word.startswith("T") for word in first) == (option == "pipeline")
