@@ -142,11 +142,10 @@ def abandon() -> None:
     rank. So a thread does it, and waits for the device. If it is not through when the interpreter
     ends, the process ends without it, and the driver takes the device away.
     """
-    if not dist.is_initialized() or _aborting:
+    if _aborting:
         return
     if not _has_nccl():
-        leave()
-        return
+        return  # collectives of a CPU end with the connections of a rank that has gone
     thread = threading.Thread(target=_abort, name="leaving ranks", daemon=True)
     _aborting.append(thread)
     thread.start()
@@ -178,7 +177,9 @@ atexit.register(end_if_stuck)
 
 
 def _has_nccl() -> bool:
-    return dist.is_nccl_available() and "nccl" in str(dist.get_backend_config())
+    if not dist.is_nccl_available() or not dist.is_initialized():
+        return False
+    return "nccl" in str(dist.get_backend_config())
 
 
 def _abort() -> None:
