@@ -188,15 +188,16 @@ def _abort() -> None:
     from torch.distributed import distributed_c10d
 
     groups = distributed_c10d._world.pg_names
+    gpu = torch.device("cuda")
     assert dist.group.WORLD is not None
-    backend = dist.group.WORLD._get_backend(torch.device("cuda"))
+    whole = dist.group.WORLD._get_backend(gpu)
     # As one call of NCCL: the abort of one communicator may wait for a kernel of another.
-    starts, ends = (getattr(backend, name, _nothing) for name in ("_group_start", "_group_end"))
+    starts, ends = (getattr(whole, name, _nothing) for name in ("_group_start", "_group_end"))
     starts()
     for group in sorted(groups, key=groups.__getitem__, reverse=True):
         try:
-            group.abort()
-        except RuntimeError as error:  # it has none that can be aborted, or has failed before
+            group._get_backend(gpu).abort()  # that of its CPU, gloo, cannot be
+        except RuntimeError as error:  # it has none, or has failed before
             logger.debug("a group was not aborted: %s", error)
     ends()
     # This thread is through when the device is.

@@ -110,14 +110,16 @@ def test_all_communicators_are_aborted_as_one_call_the_first_one_last(
         def abort(self) -> None:
             called.append(self.name)
             if self.name == "2":
-                raise RuntimeError("Backend gloo does not support abort")
+                raise RuntimeError("it has failed before")
 
-        def _get_backend(self, device: object) -> Any:
+        def _get_backend(self, device: torch.device) -> Any:
+            if self.name == "1":
+                raise RuntimeError("no backend for device type cuda")
             return SimpleNamespace(
-                _group_start=lambda: called.append("("), _group_end=lambda: called.append(")")
+                abort=self.abort,
+                _group_start=lambda: called.append("("),
+                _group_end=lambda: called.append(")"),
             )
-
-        bound_device_id = None
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: called.append("waits"))
     groups = [Group(name) for name in "0123"]
@@ -125,7 +127,7 @@ def test_all_communicators_are_aborted_as_one_call_the_first_one_last(
     monkeypatch.setattr(distributed_c10d, "_world", world)
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=groups[0]))
     process_group._abort()
-    assert called == ["(", "3", "2", "1", "0", ")", "waits"]
+    assert called == ["(", "3", "2", "0", ")", "waits"]
     assert world.pg_names, "who calls a collective meanwhile finds its group"
 
 
