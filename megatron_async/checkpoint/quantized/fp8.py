@@ -27,7 +27,9 @@ SUFFIXES = ("_scale_inv", "_scale")
 """Behind the name of a weight, that of its scales. Both are factors of it."""
 BLOCK = (128, 128)
 """The rows and columns that share a scale of the first name, where nothing says how many."""
-NEUTRAL = ("input_scale", "output_scale", "q_scale", "k_scale", "v_scale")
+NEUTRAL = (
+    "input_scale", "output_scale", "activation_scale", "q_scale", "k_scale", "v_scale",
+)  # fmt: skip
 """Scales of what is computed and not stored: activations and KV caches stay as they are."""
 
 
@@ -146,7 +148,7 @@ def or_scales_of(ignore: Callable[[str], bool]) -> Callable[[str], bool]:
     """Ignore the scales of weights that ``ignore`` does besides, and those of what is computed."""
 
     def ignores(name: str) -> bool:
-        if ignore(name) or name.rpartition(".")[2] in NEUTRAL:
+        if ignore(name) or name.endswith(NEUTRAL):
             return True
         return any(name.endswith(x) and ignore(name.removesuffix(x)) for x in SUFFIXES)
 

@@ -21,10 +21,12 @@ from megatron_async.checkpoint.reading.json_file import read_json
 from megatron_async.errors import CheckpointError, shown
 
 _LARGEST_BLOCK = 1 << 16
-_FP8 = FieldUses.of(
+FP8_FIELDS = FieldUses.of(
     "quant_method weight_block_size",
-    "activation_scheme modules_to_not_convert ignored_layers dequantize kv_cache_scheme scale_fmt",
+    "activation_scheme modules_to_not_convert modules_to_convert ignored_layers dequantize "
+    "kv_cache_scheme scale_fmt",
     fmt=("e4m3",),
+    expert_dtype=("fp8",),
 )
 _COMPRESSED = FieldUses.of(
     "quant_method config_groups sparsity_config",
@@ -115,7 +117,7 @@ def scheme_of(found: Mapping[str, Any]) -> Fp8Scheme:
 
 def _fp8(found: Mapping[str, Any]) -> Fp8Scheme:
     """DeepSeek's and Qwen's, and Neural Magic's old one, without blocks."""
-    _FP8.check(found, of=FIELD)
+    FP8_FIELDS.check(found, of=FIELD)
     return Fp8Scheme(_block_of("weight_block_size", found.get("weight_block_size")))
 
 

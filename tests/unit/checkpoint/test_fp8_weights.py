@@ -5,6 +5,7 @@ Each format is written here, next to the plain weights that it means, computed h
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import FineGrainedFP8Config
 
 from megatron_async.checkpoint import load_pretrained
 from megatron_async.checkpoint.quantized import scheme
@@ -267,3 +269,9 @@ def test_other_formats_are_refused_by_name(
     set_config(tmp_path / "model", config)
     with pytest.raises(CheckpointError, match=message):
         load_pretrained(tmp_path / "model")
+
+
+def test_each_field_of_transformers_class_is_known() -> None:
+    taken = inspect.signature(FineGrainedFP8Config.__init__).parameters.keys()
+    assert taken - {"self", "kwargs"} <= scheme.FP8_FIELDS.names
+    assert FineGrainedFP8Config().to_dict().keys() <= scheme.FP8_FIELDS.names
