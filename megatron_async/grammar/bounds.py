@@ -10,6 +10,8 @@ import math
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any
 
+from megatron_async.grammar.patterns import of_all_readers
+
 LARGEST_BOUND = 2**53
 SMALLEST_BOUND = 1e-40
 """No bound is nearer to 0, but for 0 itself: the library's rules nest by a level a digit."""
@@ -18,18 +20,21 @@ EXACT_DIGITS = 15
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _DATA = {"const", "enum", "default", "examples"}
 """Keywords whose values are no schemas."""
-_NAMED = {"properties", "patternProperties", "$defs", "definitions"}
+_NAMED = {"properties", "$defs", "definitions"}
 """Keywords of schemas by names, which may be those of keywords."""
 
 
 def with_bounds_of_doubles(schema: dict[str, Any]) -> dict[str, Any]:
     """A schema that the library reads as ``schema`` is meant: exclusive bounds become the next
-    ones that are not, and multiples have as many digits as a double keeps.
+    ones that are not, multiples have as many digits as a double keeps, and patterns are those of
+    all validators.
 
     Raises:
         ValueError: a bound is beyond what the library takes.
     """
     found = {name: _below(name, part) for name, part in schema.items()}
+    if isinstance(found.get("pattern"), str):
+        found["pattern"] = of_all_readers(found["pattern"])
     for name in _BOUNDS:
         _check(name, found.get(name))
     _round_bounds(found)
@@ -44,6 +49,8 @@ def _below(keyword: str, value: Any) -> Any:
         return [_below("", part) for part in value]
     if not isinstance(value, dict):
         return value
+    if keyword == "patternProperties":
+        return {of_all_readers(name): _below("", part) for name, part in value.items()}
     if keyword in _NAMED:
         return {name: _below("", part) for name, part in value.items()}
     return with_bounds_of_doubles(value)
