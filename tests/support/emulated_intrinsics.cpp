@@ -342,6 +342,11 @@ void publish_to_peer(u64* at, u64 a, u64 b) {
   sent_to_peers.emplace_back(at, a), sent_to_peers.emplace_back(at + 1, b);
 }
 
+void publish_to_peer(u64* at, u64 a) {
+  checked((const void*)at, 8);
+  sent_to_peers.emplace_back(at, a);
+}
+
 void wait_a_little() { give_way(); }
 
 void wait_for_predecessor() {

@@ -189,6 +189,7 @@ inline void publish(u64* at, u64 v) { emulator::publish(at, &v, 8); }
 inline u64 poll(const u64* at) { return *emulator::checked(at); }
 inline Vec poll_vec(const u32* at) { return *emulator::checked((const Vec*)at); }
 void publish_to_peer(u64* at, u64 a, u64 b);
+void publish_to_peer(u64* at, u64 a);
 inline void poll_peer(const u64* at, u64& a, u64& b) {
   emulator::checked((const Vec*)at);
   a = at[0], b = at[1];

@@ -63,8 +63,8 @@ _CLUSTER = {
 }  # fmt: skip
 """CTAs of a cluster, where that is not ``CLUSTER``; or that wait for each other."""
 _WRITTEN_BEFORE = {
-    "skinny_gemm_mma": ("x", "stats_in", "residual"),
-    "skinny_gemm_wgmma": ("x_map", "stats_in", "residual"),
+    "skinny_gemm_mma": ("x", "stats_in", "residual", "launches"),
+    "skinny_gemm_wgmma": ("x_map", "stats_in", "residual", "launches"),
     "attention": ("qkv",),
     "embed": ("token_ids", "position_ids"),
     "embed_share": ("token_ids", "position_ids"),
@@ -87,6 +87,8 @@ class EmulatedKernel:
     def __init__(self, source: str, defines: Mapping[str, int]) -> None:
         self.name = source
         self._seed = 0
+        # What GEMMs have sent is waited for word by word, and all else is there.
+        self._late = () if defines.get("SENT") else _WRITTEN_BEFORE[source]
         self._ranks = defines[_RANKS[source]] if source in _RANKS else 1
         self.in_a_row = 1
         """Launches of each rank that run one after the other, at each rank's own pace."""
@@ -140,7 +142,7 @@ class EmulatedKernel:
         def allow(begin: int, size: int, name: str | int) -> None:
             seen = ranges.setdefault(begin, [0, 0])
             seen[0] = max(seen[0], size)
-            seen[1] |= name in _WRITTEN_BEFORE[self.name]
+            seen[1] |= name in self._late
 
         for name, argument in zip(names, arguments, strict=True):
             if isinstance(argument, torch.Tensor):

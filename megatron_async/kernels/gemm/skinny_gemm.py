@@ -3,7 +3,7 @@ are built and called."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from megatron_async.kernels.compile import (
     Bf16,
     Fp32,
     Int32,
+    Int64,
     Kernel,
     TensorMap,
     kernel,
@@ -80,6 +81,98 @@ class WgmmaArguments(NamedTuple):
     x_map: TensorMap
 
 
+class MmaSending(NamedTuple):
+    """:class:`MmaArguments` of a kernel that sends its output."""
+
+    x: Bf16
+    w: Bf16
+    bias: Bf16 | None
+    norm_weight: Bf16 | None
+    norm_bias: Bf16 | None
+    stats_in: Fp32 | None
+    stats_tiles: int
+    eps: float
+    residual: Bf16 | None
+    out: Bf16 | None
+    next_weight: Bf16 | None
+    scaled: Bf16 | None
+    stats_out: Fp32 | None
+    M: int
+    out_row: int
+    workspace: Fp32 | None
+    arrivals: Int32 | None
+    to_0: Int64 | None
+    to_1: Int64 | None
+    to_2: Int64 | None
+    to_3: Int64 | None
+    to_4: Int64 | None
+    to_5: Int64 | None
+    to_6: Int64 | None
+    to_7: Int64 | None
+    place: int
+    launches: Int32
+
+
+class WgmmaSending(NamedTuple):
+    """:class:`WgmmaArguments` of a kernel that sends its output."""
+
+    x: Bf16 | None
+    w: Bf16 | None
+    bias: Bf16 | None
+    norm_weight: Bf16 | None
+    norm_bias: Bf16 | None
+    stats_in: Fp32 | None
+    stats_tiles: int
+    eps: float
+    residual: Bf16 | None
+    out: Bf16 | None
+    next_weight: Bf16 | None
+    scaled: Bf16 | None
+    stats_out: Fp32 | None
+    M: int
+    out_row: int
+    workspace: Fp32 | None
+    arrivals: Int32 | None
+    to_0: Int64 | None
+    to_1: Int64 | None
+    to_2: Int64 | None
+    to_3: Int64 | None
+    to_4: Int64 | None
+    to_5: Int64 | None
+    to_6: Int64 | None
+    to_7: Int64 | None
+    place: int
+    launches: Int32
+    w_map: TensorMap
+    x_map: TensorMap
+
+
+_ARGUMENTS: tuple[Any, Any] = (MmaArguments, WgmmaArguments)
+_SENDING_ARGUMENTS: tuple[Any, Any] = (MmaSending, WgmmaSending)
+"""Without and with TMA."""
+
+
+class Sending(NamedTuple):
+    """Where a GEMM sends its output, in place of storing it: to the memory of all ranks of a group,
+    see ``peer_sum.cu``."""
+
+    memory: tuple[Tensor, ...]
+    place: int
+    launches: Tensor
+    capacity: int
+
+    @property
+    def macros(self) -> dict[str, int]:
+        """Those of the kernel."""
+        return {"SENDS": 1, "RANKS": len(self.memory), "CAPACITY": self.capacity}
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Fields of the kernel's arguments from ``to_0`` on."""
+        to = [*self.memory, *[None] * (8 - len(self.memory))]
+        return (*to, self.place, self.launches)
+
+
 class SkinnyGemm:
     """One GEMM of a model, for batches of up to ``rows`` rows.
 
@@ -88,6 +181,7 @@ class SkinnyGemm:
         rows: of x at most, see :func:`padded`.
         norm, norm_statistics: of the input, and the norm (``RMS_NORM``, ``LAYER_NORM``) that
             reads the statistics which epilogue ``ADD`` writes.
+        sends: with epilogue ``STORE``, where the output goes; None for ``out``.
     """
 
     def __init__(
@@ -100,9 +194,12 @@ class SkinnyGemm:
         norm_statistics: int,
         config: TileConfig,
         device: torch.device,
+        sends: Sending | None = None,
     ) -> None:
         sm_count, limit = cuda.sm_count(device.index or 0), block_limit(device)
         macros = defines(n, k, rows, norm, epilogue, norm_statistics, config, sm_count, limit)
+        macros |= {} if sends is None else sends.macros
+        self._sends = sends
         self.kernel: Kernel = kernel(config.kernel, macros, device)
         ctas = config.ctas(n)
         if config.persistent:
@@ -126,7 +223,7 @@ class SkinnyGemm:
         self,
         x: Tensor,
         weight: Tensor,
-        out: Tensor,
+        out: Tensor | None,
         *,
         bias: Tensor | None = None,
         norm: tuple[Tensor, Tensor | None, float] | None = None,
@@ -140,6 +237,7 @@ class SkinnyGemm:
         Args:
             norm: (weight, bias, epsilon); for RMSNorm ``x`` is multiplied by the weight already.
             statistics: fp32 ``[M, tiles, 2]``, those of x (without the weight).
+            out: None where the output is sent.
             residual: ``[M, N]`` that epilogue ``ADD`` adds; may be ``out``.
             scaled: with epilogue ``ADD`` before RMSNorm, its weight ``[N]`` and where ``out`` times
                 that goes, ``[M, N]``.
@@ -151,20 +249,23 @@ class SkinnyGemm:
         norm_weight, norm_bias, eps = norm if norm is not None else (None, None, 0.0)
         next_weight, scaled_out = scaled or (None, None)
         stats_tiles = 0 if statistics is None else statistics.shape[1]
-        arguments: WgmmaArguments | MmaArguments
+        row = self._n if out is None else out.stride(0)
+        sending = () if self._sends is None else self._sends.arguments
+        values: tuple[Any, ...]
         if self._config.tma:
-            arguments = WgmmaArguments(
+            values = (
                 None, None, bias, None, None, statistics, stats_tiles, float(eps), residual, out,
-                next_weight, scaled_out, statistics_out, x.shape[0], out.stride(0),
-                self._workspace, self._arrivals, self._weight_map(weight), self._x_map(x),
+                next_weight, scaled_out, statistics_out, x.shape[0], row, self._workspace,
+                self._arrivals, *sending, self._weight_map(weight), self._x_map(x),
             )  # fmt: skip
         else:
-            arguments = MmaArguments(
+            values = (
                 x, weight, bias, norm_weight, norm_bias, statistics, stats_tiles, float(eps),
-                residual, out, next_weight, scaled_out, statistics_out, x.shape[0], out.stride(0),
-                self._workspace, self._arrivals,
+                residual, out, next_weight, scaled_out, statistics_out, x.shape[0], row,
+                self._workspace, self._arrivals, *sending,
             )  # fmt: skip
-        self.kernel.launch(self._grid, arguments)
+        kinds = _ARGUMENTS if self._sends is None else _SENDING_ARGUMENTS
+        self.kernel.launch(self._grid, kinds[self._config.tma]._make(values))
 
     def _weight_map(self, weight: Tensor) -> TensorMap:
         """The weight in TMA tiles of a CTA's rows."""

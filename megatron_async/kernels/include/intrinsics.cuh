@@ -168,6 +168,9 @@ __device__ __forceinline__ Vec poll_vec(const u32* at) {
 __device__ __forceinline__ void publish_to_peer(u64* at, u64 a, u64 b) {
   asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1,%2};" ::"l"(at), "l"(a), "l"(b) : "memory");
 }
+__device__ __forceinline__ void publish_to_peer(u64* at, u64 a) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(a) : "memory");
+}
 __device__ __forceinline__ void poll_peer(const u64* at, u64& a, u64& b) {
   asm volatile("ld.relaxed.sys.global.v2.u64 {%0,%1}, [%2];" : "=l"(a), "=l"(b) : "l"(at) : "memory");
 }

@@ -11,6 +11,8 @@
 //   SPLIT_K   CTAs that share K. Partial sums are added in a fixed order: with WORKSPACE 0 by a cluster,
 //             in which each CTA owns OWN fragments (16 rows of W by 8 of x) and is sent its peers' sums
 //             of them; with WORKSPACE 1 through global memory, by whichever CTA comes last
+//   SENDS     1: of EPILOGUE 0, the output is a rank's partial sums, and goes to all RANKS ranks' memory,
+//             its own too, for peer_sum.cu with SENT; `out` is not written. CAPACITY as there
 //   OWN       fragments that a CTA of a cluster finishes, if it finishes any
 //   MIN_SHARED  bytes of shared memory to take at least: more than half keeps two CTAs of one GEMM off
 //             one SM while other SMs have none
@@ -32,6 +34,17 @@
 //   base      of shared memory; ring: of what the warp may overwrite after the main loop
 //   take(r, mt, v)  accumulators of the warp's tile r and rows 8 * mt .. of x: row g of x, columns 2t,
 //             2t + 1 of the tile's upper, then of its lower half
+
+#ifndef SENDS
+#define SENDS 0
+#endif
+#if SENDS
+#define SENDING                                                                                     \
+  , u64 *to_0, u64 *to_1, u64 *to_2, u64 *to_3, u64 *to_4, u64 *to_5, u64 *to_6, u64 *to_7, int place, \
+      const u32 *launches
+#else
+#define SENDING
+#endif
 
 #define THREADS (32 * WARPS)
 #define K_STAGES (K / 64)               // 64 columns of K each
@@ -58,6 +71,7 @@ static_assert(K % 64 == 0 && K_STAGES >= SPLIT_K * WK, "shape");
 static_assert(FRAGMENTS % OWN == 0 && OWNERS <= CLUSTER, "every fragment has an owner");
 static_assert(TILES % STAT_TILES == 0 && OWN % STAT_TILES == 0, "statistics");
 static_assert(!PERSISTENT || (WK * SPLIT_K == 1 && EPILOGUE != 1), "a persistent CTA keeps its ring busy");
+static_assert(!SENDS || (EPILOGUE == 0 && N % 16 == 0), "what is sent");
 static_assert(!WORKSPACE || WK == 1, "partial sums in the workspace are of whole CTAs");
 
 extern "C" __device__ const int shared_bytes = SHARED_BYTES > MIN_SHARED ? SHARED_BYTES : MIN_SHARED;

@@ -43,6 +43,10 @@
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       u32 pair = pack(activate(v[half * 2]), activate(v[half * 2 + 1]));
+#if SENDS
+      if (m < M && n + half * 8 < N) send_pair(mt, n + half * 8, pair);
+      continue;
+#endif
       if (N % 16 == 0) {
         if (m < M && n + half * 8 < N) *(u32*)(into + half * 8) = pair;
       } else {

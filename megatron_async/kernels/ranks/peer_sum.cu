@@ -5,6 +5,8 @@
 //   STEPS      1: each rank sends its partial sums to all others, and adds up what it got
 //              2: each rank adds up a share of the elements, which the others send to it alone, and sends
 //              the new values to all others: less is sent, and later
+//   SENT       1: the GEMM in front has sent all ranks' partial sums, this one's too (skinny_gemm.cuh with
+//              SENDS), and `partial` is not read. It may still run: then each word is waited for
 //   H          hidden size; MOST_ROWS of the step
 //   RANKS      of the group, on one host; their GPUs reach each other's memory
 //   CAPACITY   elements that a rank can send in a launch
@@ -31,6 +33,8 @@
 static_assert(H % TILE == 0 && LANES <= 32 && 32 % LANES == 0, "tiles of a warp");
 static_assert(THREADS % 32 == 0 && CAPACITY % 256 == 0, "whole warps");
 static_assert(RANKS <= 8 && (MOST_ROWS * H + 255) / 256 * 256 <= CAPACITY, "room for all words");
+
+static_assert(!SENT || (STEPS == 1 && (MOST_ROWS + 7) / 8 * 8 * H <= CAPACITY), "room for eight rows");
 
 extern "C" __device__ const int shared_bytes = 0;
 
@@ -95,6 +99,32 @@ __device__ __forceinline__ void sum_up(float (&sum)[8], Vec own, const u64* rece
       add(sum, (u32)got[from][0], (u32)got[from][1], (u32)got[from][2], (u32)got[from][3]);
 }
 
+// The same of what GEMMs have sent: the words of eight rows and eight columns lie next to each other.
+__device__ __forceinline__ void sum_up_sent(float (&sum)[8], const u64* received, u32 half, int vector,
+                                            u32 launch) {
+  const int row = vector / VECTORS;
+  const size_t at = ((size_t)(row / 8) * VECTORS + vector % VECTORS) * 32 + row % 8 * 4;
+  u64 got[RANKS][4];
+  bool missing = true;
+  while (missing) {
+#pragma unroll
+    for (int from = 0; from < RANKS; from++) {
+      const u64* words = received + (size_t)(half * RANKS + from) * SENT_WORDS + at;
+      poll_peer(words, got[from][0], got[from][1]);
+      poll_peer(words + 2, got[from][2], got[from][3]);
+    }
+    missing = false;
+#pragma unroll
+    for (int from = 0; from < RANKS; from++) missing |= !has_arrived(got[from], launch);
+    if (missing) wait_a_little();
+  }
+#pragma unroll
+  for (int i = 0; i < 8; i++) sum[i] = 0.f;
+#pragma unroll
+  for (int from = 0; from < RANKS; from++)
+    add(sum, (u32)got[from][0], (u32)got[from][1], (u32)got[from][2], (u32)got[from][3]);
+}
+
 __device__ __forceinline__ float sum_of_tile(float v) {
 #pragma unroll
   for (int d = LANES / 2; d; d >>= 1) v += __shfl_xor_sync(~0u, v, d);
@@ -112,7 +142,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (bias) touch(bias + vector_of(0) % VECTORS * 8);
     if (STATS == 1) touch(next_weight + vector_of(0) % VECTORS * 8);
   }
-  wait_for_predecessor();
+  // The GEMM has let this kernel go when what came before it was over: but for its words all is there.
+  if (!SENT) wait_for_predecessor();
   release_successor();
 
   u32 launch = load_l2(launches + blockIdx.x) + 1;
@@ -120,10 +151,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   Vec own[OWN], residual[OWN];
 #pragma unroll
   for (int k = 0; k < OWN; k++)
-    if (vector_of(k) < all) own[k] = load_l2_vec(partial + (size_t)vector_of(k) * 8);
+    if (!SENT && vector_of(k) < all) own[k] = load_l2_vec(partial + (size_t)vector_of(k) * 8);
 #pragma unroll
   for (int k = 0; k < OWN; k++)
-    if (vector_of(k) < all) {
+    if (!SENT && vector_of(k) < all) {
 #pragma unroll
       for (int peer = 0; peer < RANKS; peer++)
         if (peer != rank && (STEPS == 1 || peer == owner_of(vector_of(k))))
@@ -142,7 +173,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (inside) {
       Vec out;
       if (STEPS == 1 || owner_of(vector) == rank) {
-        sum_up(v, own[k], received, launch & 1, rank, vector, launch);
+        if (SENT)
+          sum_up_sent(v, received, launch & 1, vector, launch);
+        else
+          sum_up(v, own[k], received, launch & 1, rank, vector, launch);
         if (bias) add(v, *(const Vec*)(bias + column));
         add(v, residual[k]);
         out = Vec{pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7])};

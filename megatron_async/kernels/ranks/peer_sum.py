@@ -31,7 +31,7 @@ ALIGNMENT = 256
 class PeerSumArguments(NamedTuple):
     """Parameters of ``peer_sum.cu``, in order."""
 
-    partial: Bf16
+    partial: Bf16 | None
     received: Int64
     to_0: Int64 | None
     to_1: Int64 | None
@@ -130,19 +130,26 @@ class PeerSum:
         """Why it does not add up ``rows`` rows; None if it does."""
         return why_not(self._hidden_size, rows, self.words)
 
-    def work(self, rows: int, statistics: int) -> tuple[str, dict[str, int]]:
+    def takes_sent(self, rows: int) -> bool:
+        """Whether GEMMs may send what it adds up of padded ``rows``."""
+        elements = -(-rows // 8) * 8 * self._hidden_size
+        in_one_step = (self._steps or steps(self.words.ranks, rows * self._hidden_size)) == 1
+        return in_one_step and self._hidden_size % 16 == 0 and elements <= self.words.capacity
+
+    def work(self, rows: int, statistics: int, *, sent: bool = False) -> tuple[str, dict[str, int]]:
         """Source and macros for padded ``rows``, see ``peer_sum.cu``."""
         count = self._steps or steps(self.words.ranks, rows * self._hidden_size)
         macros = {
             "H": self._hidden_size, "MOST_ROWS": rows, "RANKS": self.words.ranks,
             "CAPACITY": self.words.capacity, "CTAS": self._ctas, "THREADS": self._threads,
             "TILE": self.statistic_rows, "STATS": statistics, "STEPS": count,
+            "SENT": int(sent),
         }  # fmt: skip
         return "peer_sum", macros
 
     def __call__(
         self,
-        partial: Tensor,
+        partial: Tensor | None,
         hidden: Tensor,
         most_rows: int,
         *,
@@ -153,7 +160,8 @@ class PeerSum:
         """``hidden += sum of all ranks' partial + bias``, rounded once, the same bits on all ranks.
 
         Args:
-            partial: bfloat16 ``[R, H]``, contiguous, this rank's.
+            partial: bfloat16 ``[R, H]``, contiguous, this rank's. None where the GEMM in front has
+                sent all ranks', see ``SkinnyGemm``.
             hidden: bfloat16 ``[R, H]``, contiguous, the same on all ranks.
             most_rows: padded ``R``.
             bias: bfloat16 ``[H]``, the same on all ranks.
@@ -173,7 +181,7 @@ class PeerSum:
             )
         )  # fmt: skip
         kind = 0 if statistics is None else 1 if scaled is not None else 2
-        source, macros = self.work(most_rows, kind)
+        source, macros = self.work(most_rows, kind, sent=partial is None)
         kernel(source, macros, self._device).launch((self._ctas, 1, 1), arguments)
 
 

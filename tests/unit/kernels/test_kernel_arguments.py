@@ -10,7 +10,13 @@ import torch
 
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention.decode_attention import AttentionArguments
-from megatron_async.kernels.gemm.skinny_gemm import MmaArguments, SkinnyGemm, WgmmaArguments
+from megatron_async.kernels.gemm.skinny_gemm import (
+    MmaArguments,
+    MmaSending,
+    SkinnyGemm,
+    WgmmaArguments,
+    WgmmaSending,
+)
 from megatron_async.kernels.gemm.tile_config import NO_NORM, RMS_NORM, STORE, TileConfig
 from megatron_async.kernels.moe.row import RowArguments
 from megatron_async.kernels.norm.embed import EmbedArguments, EmbedShareArguments
@@ -40,11 +46,17 @@ POINTERS = {
 VALUES = {"int": int, "float": float, "TensorMap": cuda.TensorMap}
 
 
-def parameters_of(kernel: str) -> list[tuple[str, type, torch.dtype | None]]:
+def parameters_of(
+    kernel: str, *, sends: bool = False
+) -> list[tuple[str, type, torch.dtype | None]]:
     """Name, type and element type of the parameters in a kernel's source."""
     pattern = rf'extern "C" __global__.*?\b{kernel}\((.*?)\) \{{'
     (text,) = re.findall(pattern, cuda.own_text(kernel), re.DOTALL)
     found: list[tuple[str, type, torch.dtype | None]] = []
+    sending = (
+        "u64* to_0, u64* to_1, u64* to_2, u64* to_3, u64* to_4, u64* to_5, u64* to_6, u64* to_7"
+    )
+    text = text.replace(" SENDING", f", {sending}, int place, const u32* launches" if sends else "")
     for parameter in text.split(","):
         words = parameter.replace("*", " * ").split()
         kind = next(word for word in words if word not in ("const", "__grid_constant__"))
@@ -59,6 +71,14 @@ def parameters_of(kernel: str) -> list[tuple[str, type, torch.dtype | None]]:
 def test_fields_are_the_kernels_parameters_in_order(kernel: str) -> None:
     fields = cuda.fields_of(RECORDS[kernel])
     assert [field[:3] for field in fields] == parameters_of(kernel)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "record"), [("skinny_gemm_mma", MmaSending), ("skinny_gemm_wgmma", WgmmaSending)]
+)
+def test_those_that_send_have_more(kernel: str, record: Any) -> None:
+    fields = [field[:3] for field in cuda.fields_of(record)]
+    assert fields == parameters_of(kernel, sends=True) != parameters_of(kernel)
 
 
 def good() -> EmbedArguments:

@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_async.kernels.gemm.tile_config import padded
+from megatron_async.kernels.gemm.skinny_gemm import Sending, SkinnyGemm
+from megatron_async.kernels.gemm.tile_config import LAYER_NORM, NO_NORM, STORE, TileConfig, padded
 from megatron_async.kernels.ranks import peer_sum
 from megatron_async.kernels.ranks.peer_sum import PeerSum, PeerWords, word_count
 from tests.support import emulator
@@ -99,6 +100,7 @@ class Case:
 
     def __init__(self, ranks: Ranks, rows: int, norm: str | None, *, bias: bool = False) -> None:
         self.ranks, self.rows, self.norm = ranks, rows, norm
+        self.sent = False
         hidden = ranks.hidden
         where: Any = {"device": ranks.device, "dtype": torch.bfloat16}
         count = len(ranks.sums)
@@ -116,7 +118,8 @@ class Case:
 
     def launch(self, rank: int) -> None:
         self.ranks.sums[rank](
-            self.partial[rank], self.streams[rank], self.ranks.padded(self.rows), bias=self.bias,
+            None if self.sent else self.partial[rank], self.streams[rank],
+            self.ranks.padded(self.rows), bias=self.bias,
             statistics=self.statistics[rank] if self.norm else None,
             scaled=(self.weight, self.scaled[rank]) if self.norm == "rms" else None,
         )  # fmt: skip
@@ -188,6 +191,55 @@ def test_all_ranks_have_the_sum(
     group.compile([rows for rows, *_ in steps])
     for rows, norm, bias in [*steps, *steps]:
         Case(group, rows, norm, bias=bias).run()
+
+
+@on_both(
+    *("ranks", "shape", "config", "rows"),
+    gpu=[
+        (2, (4096, 1024), TileConfig(2, 4, 1, 1, 4), (1, 32, 7)),
+        (2, (4096, 2048), TileConfig(4, 1, 1, 1, 4, tma=True), (32, 5)),
+        (4, (2880, 640), TileConfig(1, 4, 1, 2, 3), (8, 17)),
+    ],
+    small=[
+        (2, (64, 128), TileConfig(1, 2, 1, 1, 2), (1, 6, 8)),
+        (2, (64, 128), TileConfig(1, 1, 2, 1, 2), (9,)),
+        (3, (64, 64), TileConfig(1, 1, 1, 1, 2), (3,)),
+        (2, (64, 192), TileConfig(1, 2, 1, 2, 2), (6,)),
+        (2, (64, 128), TileConfig(4, 1, 1, 1, 2, tma=True), (6,)),
+    ],
+)
+def test_what_gemms_have_sent_is_added_up(
+    device: torch.device,
+    ranks: int,
+    shape: tuple[int, int],
+    config: TileConfig,
+    rows: tuple[int, ...],
+) -> None:
+    """Each rank's GEMM rounds its partial sums, as it does where it stores them."""
+    torch.manual_seed(ranks)
+    n, k = shape
+    most = max(map(padded, rows))
+    grid = SMALL if device.type == "cpu" else {}
+    group = Ranks(ranks, n, device, -(-max(8, most) * n // 256) * 256, **grid)
+    for count in [*rows, *rows]:
+        case = Case(group, count, "rms" if n % 64 == 0 else None)
+        gemms = []
+        for rank, part in enumerate(case.partial):
+            words = group.sums[rank].words
+            assert group.sums[rank].takes_sent(group.padded(count))
+            sends = Sending(words.memory, rank, words.launches, words.capacity)
+            x = torch.randn(count, k, device=device, dtype=torch.bfloat16)
+            weight = torch.randn(n, k, device=device, dtype=torch.bfloat16)
+            both = [
+                SkinnyGemm(n, k, padded(count), NO_NORM, STORE, LAYER_NORM, config, device, to)
+                for to in (None, sends)
+            ]
+            both[0](x, weight, part)
+            gemms.append((both[1], x, weight))
+        for gemm, x, weight in gemms:
+            gemm(x, weight, None)
+        case.sent = True
+        case.run()
 
 
 @on_both("ranks", gpu=[(2,)], small=[(2,)])

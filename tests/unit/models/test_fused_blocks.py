@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.kernels import compile as cuda
+from megatron_async.kernels import trial
 from megatron_async.kernels.attention import decode_attention
 from megatron_async.kernels.ranks import peer_sum
 from megatron_async.kernels.ranks.peer_sum import PeerSum, PeerWords
@@ -326,7 +327,7 @@ class Ranks:
     def __init__(self) -> None:
         self.barrier = threading.Barrier(2, timeout=120)
         self.parts: list[Tensor | None] = [None, None]
-        self.sums = 0
+        self.sums = self.sent = 0
         self.lock = threading.Lock()
 
     def all_reduce(self, rank: int) -> Callable[[Tensor], None]:
@@ -355,9 +356,11 @@ class Ranks:
 
         def launched(kernel: PeerSum, *given: Any, **options: Any) -> None:
             partial, hidden, *rest = given
-            if partial.is_cuda:  # no rows wait for nobody, and load the kernel
+            self.sent += partial is None
+            if hidden.is_cuda:  # no rows wait for nobody, and load the kernel
+                none = None if partial is None else partial[:0]
                 with self.lock:
-                    sum_up(kernel, partial[:0], hidden[:0], *rest, **options)
+                    sum_up(kernel, none, hidden[:0], *rest, **options)
             self.barrier.wait()
             with self.lock:
                 sum_up(kernel, *given, **options)
@@ -394,15 +397,16 @@ def rank_of(model: Any, config: ModelConfig, rank: int) -> tuple[Any, ModelConfi
 
 
 @on_both(
-    *("name", "one_kernel"),
-    gpu=((name, one_kernel) for name in NAMES for one_kernel in (False, True)),
-    small=[("gpt2", False), ("qwen3", True)],
+    *("name", "way"),
+    gpu=((name, way) for name in NAMES for way in ("all-reduce", "kernel", "sent")),
+    small=[("gpt2", "all-reduce"), ("qwen3", "kernel"), ("gpt2", "sent"), ("qwen3", "sent")],
 )
 def test_partial_sums_of_two_ranks_make_the_whole_model(
-    device: torch.device, name: str, one_kernel: bool, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, name: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An all-reduce in front of the residual stream, here of threads, behind the embedding and each
-    row-parallel GEMM; or the kernel that does without."""
+    row-parallel GEMM; or the kernel that does without, of what was stored or sent."""
+    monkeypatch.setattr(trial, "SENT_SUMS", way == "sent")
     config = replace(small(name), head_dim=64, ffn_hidden_size=512, vocab_size=128)
     model = bfloat16_model(config, device)
     state, ranks = state_of(model), Ranks()
@@ -410,7 +414,7 @@ def test_partial_sums_of_two_ranks_make_the_whole_model(
         one_at_a_time(monkeypatch)
         monkeypatch.setattr(peer_sum, "CTAS", 1)
     words: list[Any] = [None, None]
-    if one_kernel:
+    if way != "all-reduce":
         monkeypatch.setattr(PeerSum, "__call__", ranks.at_once(PeerSum.__call__))
         memory = tuple(torch.zeros(8192, dtype=torch.int64, device=device) for _ in words)
         for rank in range(2):
@@ -442,6 +446,7 @@ def test_partial_sums_of_two_ranks_make_the_whole_model(
     assert first.equal(second), "all ranks have the same residual stream"
     assert whole.error(logits, state) < LIMIT
     assert ranks.sums == (1 + 2 * config.num_layers) * TOKENS
+    assert ranks.sent == (2 * 2 * config.num_layers * TOKENS if way == "sent" else 0)
 
 
 def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

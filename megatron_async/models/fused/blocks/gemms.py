@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_async.kernels import compile as cuda
-from megatron_async.kernels.gemm.skinny_gemm import SkinnyGemm, defines
+from megatron_async.kernels.gemm.skinny_gemm import Sending, SkinnyGemm, defines
 from megatron_async.kernels.gemm.tile_choice import choose
 from megatron_async.kernels.gemm.tile_config import (
     ADD,
@@ -93,7 +93,7 @@ class SkinnyGemms:
         self._tma = cuda.has_wgmma(index)
         self._found = load_tuned(cuda.device_name(index))
         self._names: dict[tuple[str, Gemm], str] = {}
-        self._kernels: dict[tuple[Gemm, int, int], SkinnyGemm] = {}
+        self._kernels: dict[tuple[Gemm, int, int, bool], SkinnyGemm] = {}
 
     def declare(
         self, name: str, weight: torch.Tensor, norm: int, epilogue: int, layer: int | None = None
@@ -121,27 +121,33 @@ class SkinnyGemms:
         """All by name: of each role the first shape has the role's name."""
         return {name: gemm for (_, gemm), name in self._names.items()}
 
-    def get(self, gemm: Gemm, rows: int, reader: int = NO_NORM) -> SkinnyGemm:
+    def get(
+        self, gemm: Gemm, rows: int, reader: int = NO_NORM, sends: Sending | None = None
+    ) -> SkinnyGemm:
         """Its kernel for padded ``rows``; :func:`missing` must not name it.
 
         Args:
             reader: the norm that reads the statistics which epilogue ``ADD`` writes;
                 :data:`NO_NORM` if nobody does.
+            sends: where its output goes, in place of memory of this rank's own.
         """
-        key = gemm, rows, statistics_for(gemm, reader)
+        key = gemm, rows, statistics_for(gemm, reader), sends is not None
         if key not in self._kernels:
             tiling = gemm.tiling(rows)
             assert tiling is not None
             self._kernels[key] = SkinnyGemm(
-                gemm.n, gemm.k, rows, gemm.norm, gemm.epilogue, key[2], tiling, self._device
+                gemm.n, gemm.k, rows, gemm.norm, gemm.epilogue, key[2], tiling, self._device, sends
             )
         return self._kernels[key]
 
-    def work(self, gemm: Gemm, rows: int, reader: int = NO_NORM) -> Work:
+    def work(
+        self, gemm: Gemm, rows: int, reader: int = NO_NORM, sends: Sending | None = None
+    ) -> Work:
         """What :meth:`get` compiles."""
         tiling = gemm.tiling(rows)
         assert tiling is not None
-        return tiling.kernel, defines_of(gemm, rows, reader, tiling)
+        macros = {} if sends is None else sends.macros
+        return tiling.kernel, defines_of(gemm, rows, reader, tiling) | macros
 
 
 def missing(gemms: Mapping[str, Gemm], rows: int) -> str | None:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megatron_async.kernels import trial
+from megatron_async.kernels.gemm.skinny_gemm import Sending
 from megatron_async.kernels.gemm.tile_config import RMS_NORM, padded
 from megatron_async.models.fused.blocks.gemms import Work
 from megatron_async.models.fused.blocks.residual import AllReduce, Norm, Residual
@@ -48,6 +50,17 @@ class RankSums:
             return "the ranks do not reach each other's memory"
         return self._kernel.why_not(rows)
 
+    def sending(self, rows: int) -> Sending | None:
+        """Where the GEMM in front sends padded ``rows``; None where it stores them in
+        :meth:`partial`."""
+        kernel = self._kernel
+        if not trial.SENT_SUMS or kernel is None or self.why_not(rows) is not None:
+            return None
+        if not kernel.takes_sent(rows):
+            return None
+        words = kernel.words
+        return Sending(words.memory, words.rank, words.launches, words.capacity)
+
     def partial(self, residual: Residual) -> Tensor:
         """bfloat16 ``[R, hidden size]``, where a rank leaves its partial sums."""
         rows, size = residual.hidden.shape
@@ -55,15 +68,17 @@ class RankSums:
 
     def add(
         self,
-        partial: Tensor,
+        partial: Tensor | None,
         bias: Tensor | None,
         residual: Residual,
         reader: Norm | None,
         where: int,
     ) -> Tensor | None:
-        """``residual += sum of all ranks' partial + bias``; the statistics for the reader."""
-        rows = padded(partial.shape[0])
+        """``residual += sum of all ranks' partial + bias``; the statistics for the reader.
+        ``partial`` is None where it was sent."""
+        rows = padded(residual.hidden.shape[0])
         if self._kernel is None or self.why_not(rows) is not None:
+            assert partial is not None
             self._all_reduce(partial)
             return residual.add(partial, bias, reader, where)
         statistics = None
@@ -75,8 +90,8 @@ class RankSums:
         )  # fmt: skip
         return statistics
 
-    def work(self, rows: int, reader: Norm | None) -> Iterator[Work]:
+    def work(self, rows: int, reader: Norm | None, *, sent: bool = False) -> Iterator[Work]:
         """What is compiled for padded ``rows``."""
         if self._kernel is not None and self.why_not(rows) is None:
             kind = 0 if reader is None else 1 if reader.kind == RMS_NORM else 2
-            yield self._kernel.work(rows, kind)
+            yield self._kernel.work(rows, kind, sent=sent)

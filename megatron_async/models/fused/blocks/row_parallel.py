@@ -45,7 +45,8 @@ class RowParallel:
     def __call__(self, x: Tensor, residual: Residual, reader: Norm | None) -> Tensor | None:
         """``x`` is bfloat16 ``[R, k]``; returns the statistics for the reader."""
         rows, hidden = x.shape[0], residual.hidden
-        kernel = self._kernels.get(self.gemm, padded(rows), _kind(reader))
+        sends = None if self._sums is None else self._sums.sending(padded(rows))
+        kernel = self._kernels.get(self.gemm, padded(rows), _kind(reader), sends)
         weight, bias = self._linear.weight, self._linear.bias
         if self._sums is None:
             statistics = residual.statistics(self._where, kernel.statistic_rows)
@@ -54,7 +55,7 @@ class RowParallel:
                 statistics_out=statistics,
             )  # fmt: skip
             return statistics if reader is not None else None
-        partial = self._sums.partial(residual)
+        partial = self._sums.partial(residual) if sends is None else None
         kernel(x, weight, partial)
         return self._sums.add(partial, bias, residual, reader, self._where)
 
@@ -68,9 +69,10 @@ class RowParallel:
 
     def work(self, rows: int, reader: Norm | None) -> Iterator[Work]:
         """What is compiled for padded ``rows``."""
-        yield self._kernels.work(self.gemm, rows, _kind(reader))
+        sends = None if self._sums is None else self._sums.sending(rows)
+        yield self._kernels.work(self.gemm, rows, _kind(reader), sends)
         if self._sums is not None:
-            yield from self._sums.work(rows, reader)
+            yield from self._sums.work(rows, reader, sent=sends is not None)
 
 
 def _kind(reader: Norm | None) -> int:
