@@ -163,7 +163,7 @@ class Sending(NamedTuple):
 
     @property
     def macros(self) -> dict[str, int]:
-        """Those of the kernel."""
+        """The macros of the kernel."""
         return {"SENDS": 1, "RANKS": len(self.memory), "CAPACITY": self.capacity}
 
     @property
