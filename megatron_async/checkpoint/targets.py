@@ -76,6 +76,13 @@ class Target:
         with torch.no_grad():
             self.view.copy_(self.select(stored).reshape(self.view.shape))
 
+    def holds_as_stored(self, stored: torch.Tensor) -> bool:
+        """Whether the view is the memory of a CPU that has the bytes of ``stored``, in order."""
+        view = self.view
+        is_plain = type(self) is Target and self.select is _whole
+        is_same = view.dtype == stored.dtype and view.numel() == stored.numel()
+        return is_plain and is_same and view.device.type == "cpu" and view.is_contiguous()
+
     def equals(self, stored: torch.Tensor) -> bool:
         """Whether ``stored``, in the view's dtype, is what the view holds."""
         return same_values(self.select(stored).to(self.view).reshape(self.view.shape), self.view)

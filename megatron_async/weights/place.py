@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,9 @@ from megatron_async.checkpoint.reading.files import weight_files
 from megatron_async.checkpoint.reading.finite import check_finite
 from megatron_async.checkpoint.reading.json_file import one_line
 from megatron_async.checkpoint.reading.regular_files import Watched
-from megatron_async.checkpoint.targets import EMBEDDING, OUTPUT, check_has_values
+from megatron_async.checkpoint.targets import EMBEDDING, OUTPUT, Target, check_has_values
 from megatron_async.errors import CheckpointError
+from megatron_async.weights.shared_memory import OpenedWeights
 from megatron_async.weights.source import ModelDirectory, WeightsFile, WeightSource, source_of
 from megatron_async.weights.targets import Names, Shares, are_the_same
 from megatron_async.weights.tensor_info import TensorInfo, infos_of
@@ -75,10 +76,15 @@ def _copy_unchanged(placement: Placement, watched: Watched) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Checked tensors, each value once, and where this rank's shares of them go."""
+    """Checked tensors, each value once, and where this rank's shares of them go.
+
+    ``opened`` are tensors of a file; with ``is_read`` it is read, and its mapping is not touched.
+    """
 
     tensors: dict[str, Tensor]
     shares: Shares
+    opened: OpenedWeights | None = None
+    is_read: bool = False
 
     def copy(self) -> None:
         """Copy all that is this rank's.
@@ -86,20 +92,34 @@ class Placement:
         Raises:
             CheckpointError: the first copy failed, and nothing was copied.
         """
+        pairs = zip(self.tensors.items(), self.shares, strict=True)
+        shares = {name: (tensor, share) for (name, tensor), share in pairs if share is not None}
         # Only in inference mode may inference tensors be written to; others may be as well.
         with torch.inference_mode():
-            for number, (name, tensor) in enumerate(self.tensors.items()):
-                share = self.shares[number]
-                if share is None:
+            read = self._read(shares)
+            for number, (name, (tensor, share)) in enumerate(shares.items()):
+                if name in read:
                     continue
                 try:
                     share.copy_from(tensor)
                 except RuntimeError as error:
-                    if number:
+                    if number or read:
                         raise
                     raise CheckpointError(
                         f"the new {name} cannot be copied, and nothing was: {one_line(error)}"
                     ) from error
+
+    def _read(self, shares: Mapping[str, tuple[Tensor, Target]]) -> Collection[str]:
+        """Read what is to be read from a file; the names of these tensors."""
+        if self.opened is None:
+            return ()
+        self.opened.check()
+        if not self.is_read:
+            return ()
+        opened = self.opened
+        read = {name: share for name, (t, share) in shares.items() if opened.get(name) is t}
+        opened.copy_into(read)
+        return read
 
 
 def _place_stored(
@@ -162,7 +182,9 @@ def place(
                 f"the new {OUTPUT} differs from the new {EMBEDDING}, to which the model ties it"
             )
         del shares[list(tensors).index(OUTPUT)], tensors[OUTPUT]
-    return Placement(_apart(model, tensors, shares), shares)
+    # A look at the values has made the pages of a mapping, so that a copy is faster than a read.
+    opened = given if isinstance(given, OpenedWeights) else None
+    return Placement(_apart(model, tensors, shares), shares, opened, allow_non_finite_weights)
 
 
 def _with_values(given: Any) -> dict[str, Tensor]:

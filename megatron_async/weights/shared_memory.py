@@ -8,25 +8,34 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import itertools
+import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from torch.storage import TypedStorage
 
+from megatron_async.checkpoint.targets import Target
 from megatron_async.errors import CheckpointError
 from megatron_async.processes.private_folder import let_go, make_private_file
 from megatron_async.weights.tensor_info import TensorInfo, announced, infos_of, weights_of
 
 ALIGNMENT = 64
 """Bytes to which tensors are aligned in host memory."""
+PIECE = 1 << 20
+"""Bytes that one thread reads at a time."""
+MAX_THREADS = 8
+"""That read. Two are faster than one copy by one thread, and the engine takes no step meanwhile."""
 _IN_MEMORY = Path("/dev/shm")
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which the module mmap does not name
 
 # What ``reduce_tensor`` says of a CUDA tensor behind its class, with "device" as a UUID.
 _CUDA_FIELDS = (
@@ -39,14 +48,14 @@ _CUDA_BYTES = ("handle", "counter", "event")
 class SharedWeights:
     """The trainer's side. CUDA tensors are read where they are: they must stay as they are until
     the engine has taken them. Tensors of the CPU are copied into a file in memory, which is made
-    once and used again, and goes away with this object, or with the process.
+    once, with all its pages, and used again. It goes away with this object, or with the process.
 
     Args:
         tensors: by megatron-core's parameter names; what :meth:`export` shows.
 
     Raises:
-        CheckpointError: there are none, they are on several kinds of devices, or one has a dtype
-            that is not sent.
+        CheckpointError: there are none, they are on several kinds of devices, one has a dtype
+            that is not sent, or there is no room for the file.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -65,7 +74,7 @@ class SharedWeights:
             self._offsets, size = _offsets_of(self._infos)
             self._path = _file_in_memory()
             self._end = weakref.finalize(self, _remove, self._path, os.getpid())
-            whole = _mapped(self._path, size)
+            whole = _room(self._path, size)
             self._views = _views(whole, self._infos, self._offsets)
 
     def export(self) -> dict[str, Any]:
@@ -103,7 +112,7 @@ def open_weights(handles: Mapping[str, Any]) -> dict[str, Tensor]:
     try:
         infos = announced(handles["tensors"])
         if handles["kind"] == "cpu":
-            tensors = _of_file(Path(handles["path"]), infos)
+            return OpenedWeights(Path(handles["path"]), infos)
         elif handles["kind"] == "cuda":
             pairs = zip(infos, handles["handles"], strict=True)
             tensors = [_of_cuda_handle(info, each) for info, each in pairs]
@@ -140,8 +149,22 @@ def _remove(path: Path, owner: int) -> None:
         let_go(str(path))
 
 
-def _mapped(path: Path, size: int) -> Tensor:
-    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+def _room(path: Path, size: int) -> Tensor:
+    """uint8 [size]: the file's memory. All its pages are made here: a write to a page that there is
+    no memory for would end the process."""
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    with path.open("r+b") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path.parent} has no room for {size:,} bytes of shared weights: {error.strerror}"
+            ) from error
+        memory = mmap.mmap(file.fileno(), size)
+    with contextlib.suppress(OSError):  # of Linux 5.14 and later; else the first copy does it
+        memory.madvise(_POPULATE_WRITE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _views(whole: Tensor, infos: Sequence[TensorInfo], offsets: Sequence[int]) -> list[Tensor]:
@@ -151,11 +174,66 @@ def _views(whole: Tensor, infos: Sequence[TensorInfo], offsets: Sequence[int]) -
     ]
 
 
-def _of_file(path: Path, infos: Sequence[TensorInfo]) -> list[Tensor]:
-    offsets, size = _offsets_of(infos)
-    if not path.is_file() or path.stat().st_size != size:  # torch would make it, or extend it
-        raise CheckpointError(f"{path} does not hold the {size:,} bytes of shared weights")
-    return _views(_mapped(path, size), infos, offsets)
+class OpenedWeights(dict[str, Tensor]):
+    """Tensors over a trainer's file in memory, by name. :meth:`copy_into` reads the file into a
+    parameter without them: a mapping's new pages take as long as the copy.
+
+    Raises:
+        CheckpointError: the file is not there, or has another size.
+    """
+
+    def __init__(self, path: Path, infos: Sequence[TensorInfo]) -> None:
+        offsets, self._size = _offsets_of(infos)
+        self._path = path
+        if not path.is_file() or path.stat().st_size != self._size:  # torch would make or extend it
+            raise CheckpointError(
+                f"{path} does not hold the {self._size:,} bytes of shared weights"
+            )
+        self._file: BinaryIO = path.open("rb", buffering=0)  # closed with this object
+        whole = torch.from_file(str(path), shared=True, size=self._size, dtype=torch.uint8)
+        views = _views(whole, infos, offsets)
+        super().__init__({info.name: view for info, view in zip(infos, views, strict=True)})
+        self._offsets = {info.name: offset for info, offset in zip(infos, offsets, strict=True)}
+
+    def check(self) -> None:
+        """Raise CheckpointError if the file was cut short since it was opened."""
+        if os.fstat(self._file.fileno()).st_size < self._size:
+            raise CheckpointError(f"{self._path} was cut short, and none of its weights was taken")
+
+    def copy_into(self, shares: Mapping[str, Target]) -> None:
+        """Read each of these tensors from the file into its parameter.
+
+        Raises:
+            RuntimeError: the file was cut short while it was read, and some were copied.
+        """
+        direct = {n: share for n, share in shares.items() if share.holds_as_stored(self[n])}
+        threads = min(len(os.sched_getaffinity(0)), max(torch.get_num_threads(), 2), MAX_THREADS)
+        with ThreadPoolExecutor(threads) as pool:
+
+            def read(targets: Mapping[str, Tensor]) -> None:
+                every = (self._pieces(name, target) for name, target in targets.items())
+                for _ in pool.map(self._read, itertools.chain.from_iterable(every)):
+                    pass
+
+            read({name: share.view.detach() for name, share in direct.items()})
+            for name in shares.keys() - direct.keys():
+                staged = torch.empty_like(self[name])
+                read({name: staged})
+                shares[name].copy_from(staged)
+
+    def _pieces(self, name: str, target: Tensor) -> Iterator[tuple[int, memoryview]]:
+        """Where in the file each piece of a tensor is, and its bytes in ``target``."""
+        room = target.reshape(-1).view(torch.uint8).numpy().data
+        for start in range(0, len(room), PIECE):
+            yield self._offsets[name] + start, room[start : start + PIECE]
+
+    def _read(self, piece: tuple[int, memoryview]) -> None:
+        offset, room = piece
+        while room:
+            count = os.preadv(self._file.fileno(), [room], offset)
+            if not count:
+                raise RuntimeError(f"{self._path} was cut short while its weights were read")
+            offset, room = offset + count, room[count:]
 
 
 # --- GPU memory -------------------------------------------------------------------------------

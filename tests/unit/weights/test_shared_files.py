@@ -1,0 +1,112 @@
+"""A trainer's file in memory is read into the parameters, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_async.errors import CheckpointError
+from megatron_async.models.build import build_random_model
+from megatron_async.models.description.config import ModelConfig
+from megatron_async.weights import shared_memory
+from megatron_async.weights.place import read_weights
+from megatron_async.weights.shared_memory import OpenedWeights, SharedWeights, open_weights
+
+CONFIG = ModelConfig(
+    num_layers=2, hidden_size=32, num_attention_heads=4, num_kv_heads=2, head_dim=8, vocab_size=64,
+    ffn_hidden_size=64, max_sequence_length=32, num_moe_experts=4, moe_ffn_hidden_size=32,
+)  # fmt: skip
+
+
+def model(seed: int, dtype: torch.dtype) -> Any:
+    return build_random_model(CONFIG, device=torch.device("cpu"), dtype=dtype, seed=seed)
+
+
+def state_of(made: Any) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in made.named_parameters()}
+
+
+def of_each_expert(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    apart: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if ".mlp.experts." not in name:
+            apart[name] = tensor
+            continue
+        for expert, one in enumerate(tensor.unbind()):
+            apart[name.replace(".experts.", f".experts.local_experts.{expert}.")] = one.contiguous()
+    return apart
+
+
+def forget_the_mapping(opened: OpenedWeights) -> None:
+    """What a copy through the mapping would bring."""
+    for tensor in opened.values():
+        tensor.data = torch.full_like(tensor, 7)
+
+
+@pytest.mark.parametrize("kind", ("stacked", "each expert", "float32"))
+@pytest.mark.parametrize("threads", (1, 2))
+def test_parameters_are_read_from_the_file(
+    kind: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_memory, "PIECE", 1000)  # of a tensor, several
+    monkeypatch.setattr(shared_memory, "MAX_THREADS", threads)
+    served = model(1, torch.bfloat16)
+    new = state_of(model(2, torch.bfloat16))
+    given = {name: tensor.float() for name, tensor in new.items()} if kind == "float32" else new
+    with SharedWeights(of_each_expert(given) if kind == "each expert" else given) as trainer:
+        opened = open_weights(trainer.export())
+        assert isinstance(opened, OpenedWeights)
+        forget_the_mapping(opened)
+        read_weights(served, opened, allow_non_finite_weights=True, all_parameters=True)()
+    for name, parameter in served.named_parameters():
+        assert parameter.equal(new[name]), name
+
+
+@pytest.mark.parametrize("unchecked", (False, True))
+def test_a_file_that_was_cut_short_leaves_the_old_weights(unchecked: bool) -> None:
+    """A read behind its end ended the process."""
+    served = model(1, torch.float32)
+    old = state_of(served)
+    with SharedWeights(state_of(model(2, torch.float32))) as trainer:
+        handles = trainer.export()
+        replace = read_weights(
+            served, open_weights(handles), allow_non_finite_weights=unchecked, all_parameters=True
+        )
+        os.truncate(handles["path"], 4096)
+        with pytest.raises(CheckpointError, match="cut short, and none of its weights was taken"):
+            replace()
+        with pytest.raises(CheckpointError, match="does not hold"):
+            open_weights(handles)
+    assert all(parameter.equal(old[name]) for name, parameter in served.named_parameters())
+
+
+def test_a_file_that_is_cut_short_in_the_midst_is_another_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not one that says that the old weights are there."""
+    served = model(1, torch.float32)
+    with SharedWeights(state_of(model(2, torch.float32))) as trainer:
+        handles = trainer.export()
+        opened = open_weights(handles)
+        replace = read_weights(served, opened, allow_non_finite_weights=True)
+        monkeypatch.setattr(OpenedWeights, "check", lambda self: os.truncate(handles["path"], 4096))
+        with pytest.raises(RuntimeError, match="was cut short while its weights were read"):
+            replace()
+
+
+def test_a_host_without_room_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The trainer's first write to a page that there was no memory for ended it."""
+
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(shared_memory, "_IN_MEMORY", tmp_path)
+    with pytest.raises(CheckpointError, match="no room for 64 bytes of shared weights: No space"):
+        SharedWeights({"a": torch.ones(3)})
+    assert not list(tmp_path.iterdir())
