@@ -43,6 +43,13 @@ def token_log_probs(logits: Tensor, tokens: Tensor) -> LogProbs:
     return _log_probs(logits, factor, torch.full_like(factor, -torch.inf), tokens)
 
 
+def token_log_prob(logits: Tensor, tokens: Tensor) -> Tensor:
+    """The first of :func:`token_log_probs`, without the most likely tokens."""
+    factor = torch.ones(len(logits), dtype=torch.float32, device=logits.device)
+    threshold = torch.full_like(factor, -torch.inf)
+    return _log_probs(logits, factor, threshold, tokens, listed=0)[0]
+
+
 def token_ranks(logits: Tensor, tokens: Tensor) -> Tensor:
     """Count how many tokens are at least as likely, from 1 for the most likely one; of equal logits
     the lower id goes first.
@@ -74,11 +81,27 @@ def processed_log_probs(
     Returns:
         As :func:`token_log_probs`.
     """
+    factor, threshold = _sampled_from(processed, inverse_temperature, top_k, top_p)
+    return _log_probs(processed, factor, threshold, tokens)
+
+
+def processed_log_prob(
+    processed: Tensor, inverse_temperature: Tensor, top_k: Tensor, top_p: Tensor, tokens: Tensor
+) -> Tensor:
+    """The first of :func:`processed_log_probs`, without the most likely tokens."""
+    factor, threshold = _sampled_from(processed, inverse_temperature, top_k, top_p)
+    return _log_probs(processed, factor, threshold, tokens, listed=0)[0]
+
+
+def _sampled_from(
+    processed: Tensor, inverse_temperature: Tensor, top_k: Tensor, top_p: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Factors and thresholds ``[N]`` of rows, of which greedy ones have 1 and none."""
     sampled = inverse_temperature > 0.0
     factor = torch.where(sampled, inverse_temperature, 1.0)
     x = filters.without_nan(processed)
-    threshold = filters.filter_threshold(x, factor, top_k, top_p).masked_fill(~sampled, -torch.inf)
-    return _log_probs(processed, factor, threshold, tokens)
+    threshold = filters.filter_threshold(x, factor, top_k, top_p)
+    return factor, threshold.masked_fill(~sampled, -torch.inf)
 
 
 def pack(log_prob: Tensor, top_ids: Tensor, top_log_probs: Tensor) -> Tensor:
@@ -98,12 +121,19 @@ def unpack(
     return np.ascontiguousarray(columns[:, 0]).view(np.float32), ids, log_probs
 
 
-def _log_probs(logits: Tensor, factor: Tensor, threshold: Tensor, tokens: Tensor) -> LogProbs:
+def _log_probs(
+    logits: Tensor,
+    factor: Tensor,
+    threshold: Tensor,
+    tokens: Tensor,
+    listed: int = MAX_TOP_LOG_PROBS,
+) -> LogProbs:
     """Compute them of the logits at or above ``threshold``, times ``factor``, both float32
-    ``[N]``."""
+    ``[N]``, with the ``listed`` most likely tokens."""
     size = max(1, ELEMENTS_AT_ONCE // logits.shape[1])
+    each = (logits, factor, threshold, tokens)
     groups = [
-        _log_probs_of_group(*(t[first : first + size] for t in (logits, factor, threshold, tokens)))
+        _log_probs_of_group(*(t[first : first + size] for t in each), listed)
         for first in range(0, max(1, len(logits)), size)
     ]
     if len(groups) == 1:
@@ -113,7 +143,7 @@ def _log_probs(logits: Tensor, factor: Tensor, threshold: Tensor, tokens: Tensor
 
 
 def _log_probs_of_group(
-    logits: Tensor, factor: Tensor, threshold: Tensor, tokens: Tensor
+    logits: Tensor, factor: Tensor, threshold: Tensor, tokens: Tensor, listed: int
 ) -> LogProbs:
     x = logits.to(torch.float32)
     largest = x.amax(1, keepdim=True)
@@ -134,9 +164,9 @@ def _log_probs_of_group(
         log_prob = difference - (log_total - error)
         return log_prob.masked_fill(~kept.gather(1, at), -torch.inf)
 
-    top_ids = _most_likely(x, kept).masked_fill(failed, -1)
+    top_ids = _most_likely(x, kept, listed).masked_fill(failed, -1)
     top_log_probs = log_prob_of(top_ids).masked_fill(top_ids < 0, -torch.inf)
-    fill = MAX_TOP_LOG_PROBS - top_ids.shape[1]
+    fill = listed - top_ids.shape[1]
     top_ids = torch.nn.functional.pad(top_ids, (0, fill), value=-1).to(torch.int32)
     top_log_probs = torch.nn.functional.pad(top_log_probs, (0, fill), value=-torch.inf)
     log_prob = log_prob_of(tokens[:, None]).masked_fill(failed | (tokens < 0)[:, None], torch.nan)
@@ -150,12 +180,14 @@ def _subtract(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return difference, (a - (difference - subtracted)) - (b + subtracted)
 
 
-def _most_likely(x: Tensor, kept: Tensor) -> Tensor:
-    """The ids of the largest ``x`` float32 ``[N, V]`` that are kept, then -1: int64."""
+def _most_likely(x: Tensor, kept: Tensor, count: int) -> Tensor:
+    """The ids of the ``count`` largest ``x`` float32 ``[N, V]`` that are kept, then -1: int64."""
+    if not count:
+        return torch.empty(len(x), 0, dtype=torch.int64, device=x.device)
     bits = x.view(torch.int32)
     key = torch.where(x == 0.0, 0, bits ^ ((bits >> 31) & _ID_MASK)).long()
     ids = torch.arange(x.shape[1], device=x.device)
     # No two are equal, so that no order is left to chance.
     packed = ((key << 32) | (ids ^ _ID_MASK)).masked_fill_(~kept, -(2**63))
-    best = packed.topk(min(MAX_TOP_LOG_PROBS, x.shape[1]), dim=1).values
+    best = packed.topk(min(count, x.shape[1]), dim=1).values
     return torch.where(best == -(2**63), -1, (best & _ID_MASK) ^ _ID_MASK)

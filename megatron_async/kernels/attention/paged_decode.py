@@ -120,18 +120,20 @@ def _attend(
     window: int | None,
     soft_cap: float | None,
     sinks: torch.Tensor | None,
+    width: int | None = None,
 ) -> torch.Tensor:
     """R sequences with n tokens each: query [R, n, Hq, D], block_table [R, C], lengths [R, n].
 
-    Returns [R, n, Hq, D]. The first ``least`` positions belong to all of the sequences. A token's
-    bits depend neither on R nor, without a ``soft_cap`` and ``sinks``, on n.
+    Returns [R, n, Hq, D]. The first ``least`` positions belong to all of the sequences. ``width``
+    is how many positions are read, whatever the table has; None reads its own. A token's bits
+    depend on the width, and neither on R nor, without a ``soft_cap`` and ``sinks``, on n.
     """
     rows, tokens, heads, head_dim = query.shape
     kv_heads = key_cache.shape[2]
-    keys = key_cache[block_table].flatten(1, 2)
+    keys = _gathered(key_cache, block_table, width)
     values = keys
     if value_cache is not key_cache:
-        values = value_cache[block_table].flatten(1, 2)
+        values = _gathered(value_cache, block_table, width)
     positions = torch.arange(keys.shape[1], device=query.device)
     # What no token of a sequence sees may be anything, NaN included, and 0 * NaN would spread.
     beyond = positions[least:] >= lengths.amax(1, keepdim=True)
@@ -171,6 +173,17 @@ def _attend(
     return out.transpose(1, 2).reshape(rows, tokens, heads, head_dim)
 
 
+def _gathered(cache: torch.Tensor, table: torch.Tensor, width: int | None) -> torch.Tensor:
+    """[R, width, Hkv, D]: the positions of each row's blocks, with zeros behind them."""
+    found = cache[table].flatten(1, 2)
+    if width is None:
+        return found
+    further = width - found.shape[1]
+    if further > 0:
+        return torch.cat((found, found.new_zeros(len(found), further, *found.shape[2:])), dim=1)
+    return found[:, :width]
+
+
 def paged_decode_attention_by_length(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -191,10 +204,8 @@ def paged_decode_attention_by_length(
     Neighbours of one sequence, by the names ``sequences`` [R], read its keys and values once.
     """
     block_size = key_cache.shape[1]
-    unit = -(-LENGTH_MULTIPLE // block_size)
-    widths = [
-        min(-(-length // (block_size * unit)) * unit, block_table.shape[1]) for length in lengths
-    ]
+    # Neither blocks nor the longest request say how many: others compute the same bits.
+    widths = [-(-length // LENGTH_MULTIPLE) * LENGTH_MULTIPLE for length in lengths]
     groups: dict[tuple[int, int], list[range]] = {}
     if sequences is None or soft_cap is not None or sinks is not None:
         sequences = list(range(len(lengths)))
@@ -209,13 +220,14 @@ def paged_decode_attention_by_length(
                 query[index],
                 key_cache,
                 value_cache,
-                block_table[index[:, 0], :width],
+                block_table[index[:, 0], : -(-width // block_size)],
                 torch.tensor([[lengths[row] for row in run] for run in runs]),
                 min(max(lengths[row] for row in run) for run in runs),
                 scale,
                 window,
                 soft_cap,
                 sinks,
+                width,
             )
             if tokens > 1 and bool(found.isnan().any()):
                 # A row's NaN would be its neighbours', too.

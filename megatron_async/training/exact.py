@@ -1,0 +1,152 @@
+"""A trainer's model whose logits are those of an engine in batch-invariant mode."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_async.errors import ConfigError
+from megatron_async.models.adapt import unwrapped
+from megatron_async.models.gpt_network import GPTNetwork
+from megatron_async.training.log_probs import exact_log_probs
+from megatron_async.training.mirror import mirror
+from megatron_async.training.whole_sequences import WholeSequences, lengths_of_positions
+
+MAX_TOKENS = 32768
+
+
+def exact_numerics(
+    model: Any, *, max_tokens: int = MAX_TOKENS, recurrent_state_dtype: str | None = None
+) -> ExactNumerics:
+    """Make the logits and losses of a trainer's model those of the engine, bit for bit.
+
+    The engine has ``batch_invariant=True``, the same weights and the same dtype. Then the
+    log-probability of a token (:func:`~megatron_async.training.exact_log_probs`) is that of the
+    rollout, whatever was decoded beside it, with drafts, prefix hits, evictions, at any depth.
+
+    Each forward of the model is its own, with its autograd graph, packing and recomputation of
+    activations. Its values are then replaced: the parameters run once more, without a graph, in the
+    engine's forward of prompts. So gradients go through the model's own activations.
+
+    Args:
+        model: one of this package, or a megatron-core ``GPTModel``, ``HybridModel`` or
+            ``MambaModel`` that an engine serves, with or without megatron's wrappers. Experts are
+            stacked, so call this before an optimizer or a wrapper takes parameters.
+        max_tokens: of one of the engine's forwards; longer batches take several.
+        recurrent_state_dtype: the engine's, see ``EngineConfig``.
+
+    Returns:
+        What ends it, by ``close`` or as a context.
+
+    Raises:
+        ConfigError: the model has dropout, or a part that cannot be served.
+    """
+    return ExactNumerics(
+        unwrapped(model), max_tokens=max_tokens, recurrent_state_dtype=recurrent_state_dtype
+    )
+
+
+class ExactNumerics:
+    """What :func:`exact_numerics` returns.
+
+    Attributes:
+        vocab_size: tokens that may be sampled; further columns of logits are padding.
+    """
+
+    def __init__(self, model: Any, *, max_tokens: int, recurrent_state_dtype: str | None) -> None:
+        _check(model)
+        self._network = GPTNetwork(mirror(model), batch_invariant=True)
+        if self._network.rotation_limit is not None:
+            raise ConfigError(
+                "exact_numerics: rotations of this model depend on what a request may have at "
+                "most (longrope), which a trainer does not know"
+            )
+        self.vocab_size = self._network.vocab_size
+        self._whole = WholeSequences(
+            self._network, max_tokens=max_tokens, recurrent_state_dtype=recurrent_state_dtype
+        )
+        self._signature = inspect.signature(type(model).forward)
+        self._hook = model.register_forward_hook(self._replace, with_kwargs=True)
+
+    def close(self) -> None:
+        """The model has its own values again."""
+        self._hook.remove()
+
+    def __enter__(self) -> ExactNumerics:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def log_probs(self, logits: Tensor, tokens: Tensor, **options: Any) -> Tensor:
+        """:func:`exact_log_probs` over this model's vocabulary."""
+        return exact_log_probs(logits, tokens, vocab_size=self.vocab_size, **options)
+
+    def _replace(self, model: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
+        given = self._signature.bind(model, *args, **kwargs).arguments
+        given |= given.get("kwargs", {})
+        if given.get("inference_context") is not None or given.get("inference_params") is not None:
+            return None
+        token_ids, labels = given["input_ids"], given.get("labels")
+        lengths = _lengths(token_ids, given.get("position_ids"), given.get("packed_seq_params"))
+        logits = self._whole.logits(token_ids.flatten(), lengths).view(*token_ids.shape, -1)
+        value = logits if labels is None else -self.log_probs(logits, labels)
+        value = _share_of(value, output)
+        replaced: Tensor = _Value.apply(output, value.to(output.dtype))  # type: ignore[no-untyped-call]
+        return replaced
+
+
+class _Value(torch.autograd.Function):
+    """The value of one tensor with the gradient of another."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, value: Tensor) -> Tensor:
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None
+
+
+def _check(model: Any) -> None:
+    config = model.config
+    for name in ("hidden_dropout", "attention_dropout"):
+        if getattr(config, name, 0):
+            raise ConfigError(f"exact_numerics: {name}={getattr(config, name)} must be 0")
+    if not (getattr(model, "pre_process", True) and getattr(model, "post_process", True)):
+        raise ConfigError("exact_numerics: the model is one of several pipeline stages")
+
+
+def _lengths(token_ids: Tensor, position_ids: Tensor | None, packed: Any) -> list[int]:
+    """Of the sequences, one behind the other in the rows of ``token_ids`` ``[B, S]``.
+
+    Raises:
+        ConfigError: a sequence does not begin at position 0, or does not go on by 1.
+    """
+    rows, columns = token_ids.shape
+    if packed is not None:
+        ends = packed.cu_seqlens_q.tolist()
+        lengths = [end - start for start, end in zip(ends, ends[1:], strict=False)]
+        return [length for length in lengths if length]
+    if position_ids is None:
+        return [columns] * rows
+    found = lengths_of_positions(position_ids.expand(rows, columns).flatten())
+    if found is None:
+        raise ConfigError(
+            "exact_numerics: position_ids do not count from 0 in each sequence: pad behind the "
+            "last token, and not in front of the first"
+        )
+    return found
+
+
+def _share_of(value: Tensor, output: Tensor) -> Tensor:
+    """This tensor-parallel rank's columns, where ``output`` has those alone."""
+    if value.shape == output.shape:
+        return value
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    return value.narrow(-1, rank * output.shape[-1], output.shape[-1])

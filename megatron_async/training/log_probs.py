@@ -1,0 +1,107 @@
+"""Log-probabilities as the engine computes them, with gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_async.errors import ConfigError
+from megatron_async.sampling import filters
+from megatron_async.sampling.log_probs import (
+    ELEMENTS_AT_ONCE,
+    processed_log_prob,
+    token_log_prob,
+)
+
+
+def exact_log_probs(
+    logits: Tensor,
+    tokens: Tensor,
+    *,
+    temperature: float | None = None,
+    top_k: int = 0,
+    top_p: float = 0.0,
+    vocab_size: int | None = None,
+) -> Tensor:
+    """Log-probabilities of tokens: of equal logits the bits are those of a rollout.
+
+    Args:
+        logits: ``[..., V]`` of any float dtype, over the whole vocabulary.
+        tokens: int64 ``[...]``.
+        temperature, top_k, top_p: None gives those of the model (``raw_logprobs``); a temperature
+            those of what was sampled from (``processed_logprobs``), 0 for greedy choices. Penalties
+            and biases are not known here.
+        vocab_size: columns from it on are padding.
+
+    Returns:
+        float32 ``[...]``. The gradient is that of a softmax.
+
+    Raises:
+        ConfigError: the shapes do not fit, or a value is out of range.
+    """
+    if logits.shape[:-1] != tokens.shape:
+        raise ConfigError(
+            f"logits of shape {tuple(logits.shape)} and tokens of shape {tuple(tokens.shape)}: "
+            "give one token for each position"
+        )
+    if temperature is None and (top_k, top_p) != (0, 0.0):
+        raise ConfigError("top_k and top_p are of processed log-probabilities: give a temperature")
+    if temperature is not None and (temperature < 0 or top_k < 0 or not 0 <= top_p <= 1):
+        raise ConfigError(
+            f"temperature={temperature}, top_k={top_k}, top_p={top_p}: the first two must not be "
+            "negative, and top_p between 0 and 1"
+        )
+    flat = logits.flatten(0, -2)[:, :vocab_size]
+    options = None if temperature is None else (temperature, top_k, top_p)
+    found: Tensor = _LogProbs.apply(flat, tokens.flatten(), options)  # type: ignore[no-untyped-call]
+    return found.view(tokens.shape)
+
+
+Options = tuple[float, int, float]
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, options: Options | None) -> Tensor:
+        ctx.save_for_backward(logits, tokens)
+        ctx.options = options
+        if options is None:
+            return token_log_prob(logits, tokens)
+        factor, top_k, top_p = _columns(logits, options)
+        return processed_log_prob(logits.float(), factor, top_k, top_p, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        logits, tokens = ctx.saved_tensors
+        (grad,) = grads
+        found = torch.empty_like(logits)
+        size = max(1, ELEMENTS_AT_ONCE // logits.shape[1])
+        for some in (slice(at, at + size) for at in range(0, len(logits), size)):
+            found[some] = _gradient(logits[some].float(), tokens[some], grad[some], ctx.options)
+        return found, None, None
+
+
+def _columns(logits: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """Inverse temperatures, top-k and top-p of each row, as the sampler has them."""
+    temperature, top_k, top_p = options
+    rows, device = len(logits), logits.device
+    inverse = 1.0 / temperature if temperature else 0.0
+    return (
+        torch.full((rows,), inverse, dtype=torch.float32, device=device),
+        torch.full((rows,), top_k, dtype=torch.int32, device=device),
+        torch.full((rows,), top_p, dtype=torch.float32, device=device),
+    )
+
+
+def _gradient(x: Tensor, tokens: Tensor, grad: Tensor, options: Options | None) -> Tensor:
+    factor = 1.0
+    if options is not None and options[0]:
+        inverse, top_k, top_p = _columns(x, options)
+        threshold = filters.filter_threshold(x, inverse, top_k, top_p)
+        x = x.masked_fill(x < threshold[:, None], -torch.inf)
+        factor = 1.0 / options[0]
+    found = -(x * factor).softmax(-1)
+    found.scatter_add_(1, tokens[:, None], torch.ones_like(found[:, :1]))
+    return found * (factor * grad)[:, None]
