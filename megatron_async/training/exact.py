@@ -13,7 +13,7 @@ from megatron_async.models.adapt import unwrapped
 from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.training.log_probs import exact_log_probs
 from megatron_async.training.mirror import mirror
-from megatron_async.training.whole_sequences import WholeSequences, lengths_of_positions
+from megatron_async.training.whole_sequences import WholeSequences
 
 MAX_TOKENS = 32768
 
@@ -124,22 +124,21 @@ def _lengths(token_ids: Tensor, position_ids: Tensor | None, packed: Any) -> lis
     """Of the sequences, one behind the other in the rows of ``token_ids`` ``[B, S]``.
 
     Raises:
-        ConfigError: a sequence does not begin at position 0, or does not go on by 1.
+        ConfigError: without ``packed``, a row is not one sequence from position 0 on.
     """
     rows, columns = token_ids.shape
     if packed is not None:
         ends = packed.cu_seqlens_q.tolist()
         lengths = [end - start for start, end in zip(ends, ends[1:], strict=False)]
         return [length for length in lengths if length]
-    if position_ids is None:
-        return [columns] * rows
-    found = lengths_of_positions(position_ids.expand(rows, columns).flatten())
-    if found is None:
-        raise ConfigError(
-            "exact_numerics: position_ids do not count from 0 in each sequence: pad behind the "
-            "last token, and not in front of the first"
-        )
-    return found
+    if position_ids is not None:
+        counted = torch.arange(columns, device=position_ids.device).expand(rows, columns)
+        if not torch.equal(position_ids.expand(rows, columns), counted):
+            raise ConfigError(
+                "exact_numerics: position_ids do not count from 0 in each row: pad behind the last "
+                "token, and say by packed_seq_params where packed sequences begin"
+            )
+    return [columns] * rows
 
 
 def _share_of(value: Tensor, output: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -110,15 +109,3 @@ def _groups(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
         group.append(length)
     if group:
         yield group
-
-
-def lengths_of_positions(position_ids: Tensor) -> list[int] | None:
-    """Lengths of the sequences that begin at each position 0 of int64 ``[T]``; None where other
-    positions do not go on by 1."""
-    positions = position_ids.tolist()
-    begins = [at for at, position in enumerate(positions) if position == 0]
-    if positions and begins[:1] != [0]:
-        return None
-    lengths = [end - start for start, end in itertools.pairwise([*begins, len(positions)])]
-    whole = list(itertools.chain.from_iterable(map(range, lengths)))
-    return lengths if positions == whole else None

@@ -1,0 +1,387 @@
+"""A trainer's forward has the log-probabilities of rollouts, bit for bit, whatever happened to them
+in the engine: drafts, prefix hits, evictions, chunks, new weights in between."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.errors import ConfigError
+from megatron_async.kernels.attention import paged_decode
+from megatron_async.models.adapt import adapt_model
+from megatron_async.models.build import build_random_model
+from megatron_async.models.description.config import ModelConfig
+from megatron_async.models.description.latent_config import LatentAttention
+from megatron_async.models.gpt_network import GPTNetwork
+from megatron_async.models.served import ServedModel
+from megatron_async.request.rollouts import RolloutBatch, batch_of
+from megatron_async.runner.memory.cache_attention import CacheAttention
+from megatron_async.sampling_params import SamplingParams
+from megatron_async.training import ExactNumerics, exact_log_probs, exact_numerics
+from tests.support.engines import config_at
+from tests.support.stock_model import no_gpu, stock_model  # noqa: F401
+
+from megatron.core.fusions import fused_softmax  # isort: skip
+from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
+from megatron.core.tensor_parallel import random  # isort: skip
+from megatron.core.transformer import dot_product_attention  # isort: skip
+
+DENSE = ModelConfig(
+    num_layers=2, hidden_size=48, num_attention_heads=6, num_kv_heads=2, head_dim=16,
+    ffn_hidden_size=80, vocab_size=97, max_sequence_length=150, qk_norm=True, qkv_bias=True,
+)  # fmt: skip
+EXPERTS: dict[str, Any] = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24, "moe_router_topk": 2}
+CONFIGS = {
+    "dense": DENSE,
+    "gpt2": dataclasses.replace(
+        DENSE, qk_norm=False, normalization="LayerNorm", activation="gelu_tanh", mlp_bias=True,
+        position_embedding="learned_absolute", attention_output_bias=True, tie_word_embeddings=True,
+    ),
+    "experts": dataclasses.replace(
+        DENSE, **EXPERTS, moe_shared_expert_intermediate_size=32, moe_shared_expert_gate=True
+    ),
+    "sinks": dataclasses.replace(
+        DENSE, qk_norm=False, **EXPERTS, attention_sinks=True, sliding_window=9,
+        sliding_layers=(0,), activation="clamped_swiglu", activation_limit=1.5,
+        moe_router_bias=True,
+    ),
+    "latents": dataclasses.replace(
+        DENSE, qk_norm=False, qkv_bias=False, num_kv_heads=6,
+        latent_attention=LatentAttention(
+            kv_lora_rank=16, q_lora_rank=20, qk_pos_emb_head_dim=4, v_head_dim=6
+        ),
+    ),
+    "hybrid": dataclasses.replace(
+        DENSE, num_layers=6, qk_norm=False, qkv_bias=False, hybrid_override_pattern="ME-*M-",
+        mamba_state_dim=8, mamba_head_dim=16, mamba_num_groups=2, activation="squared_relu",
+        num_moe_experts=4, moe_ffn_hidden_size=32,
+    ),
+}  # fmt: skip
+START = [(5 * i) % 90 for i in range(21)]
+PROMPTS = [START, [*START, 40, 41], [50, 51, 52, 53] * 3, [*START[:12], 60], [7] * 33, [3, 4]]
+PROMPTS += [[*prompt, 8] for prompt in PROMPTS]
+LENGTH = 24
+
+
+def model_of(name: str, dtype: torch.dtype, seed: int = 3) -> Any:
+    """A random model that says something."""
+    if name == "stock":
+        torch.manual_seed(seed)
+        return stock_model(hidden_dropout=0.0, attention_dropout=0.0).to(dtype)
+    model = build_random_model(CONFIGS[name], device=torch.device("cpu"), dtype=dtype, seed=seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(6)
+    return model
+
+
+@pytest.fixture
+def megatron_trains_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its attention and its recomputation read the random state of a GPU."""
+    names = ("_get_cuda_rng_state", "_set_cuda_rng_state", "get_cuda_rng_tracker")
+    states = mock.MagicMock()
+    for module in (random, dot_product_attention.tensor_parallel):
+        for name in names:
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, states)
+
+    def mask(size: int) -> Tensor:
+        return torch.ones(size, size).triu(diagonal=1).bool()
+
+    monkeypatch.setattr(fused_softmax, "get_default_causal_mask", mask)
+
+
+def trained(model: Any) -> Any:
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    return model.train()
+
+
+def rollouts_of(
+    served: Any, depth: int, *, update: Callable[[int], dict[str, Tensor]] | None = None,
+    **values: Any,
+) -> tuple[list[Any], Any]:  # fmt: skip
+    """Rollouts of all prompts in a cache that is too small for them, and the engine's counters;
+    ``update`` gives new weights after some steps, by how many there were."""
+    config = config_at(
+        depth, batch_invariant=True, block_size_tokens=4, block_count=36, prefill_chunk_tokens=16,
+        max_requests=5, max_sequence_length=100, **values,
+    )  # fmt: skip
+    params = [
+        SamplingParams(
+            temperature=1.0, seed=number, num_tokens_to_generate=LENGTH, termination_id=-1,
+            return_log_probs=True, skip_prompt_log_probs=True,
+        )
+        for number in range(len(PROMPTS))
+    ]  # fmt: skip
+    network = GPTNetwork(served, batch_invariant=True)
+    with DynamicInferenceEngine(ServedModel(network=network), config) as engine:
+        pairs = zip(PROMPTS, params, strict=True)
+        futures = [engine.add_request(n, *pair) for n, pair in enumerate(pairs)]
+        steps, updates = 0, 0
+        while engine.has_unfinished_requests():
+            engine.step_modern()
+            steps += 1
+            if update is not None and steps % 12 == 0 and updates < 3:
+                updates += 1
+                engine.update_weights(update(updates))
+        counters = engine.counters
+        return [future.result().rollout() for future in futures], counters
+
+
+def log_probs_of(exact: ExactNumerics, model: Any, tokens: Tensor) -> Tensor:
+    """``[B, S]``, each at its token's place."""
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    logits = model(tokens, positions, None)
+    return torch.nn.functional.pad(exact.log_probs(logits[:, :-1], tokens[:, 1:]), (1, 0))
+
+
+def different(found: Tensor, batch: RolloutBatch, version: int = 0) -> int:
+    mask = batch.weight_versions == version
+    assert mask.any()
+    return int((found.detach() != batch.log_probs)[mask].sum())
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("drafts", (0, 2))
+@pytest.mark.parametrize("depth", (0, 1, 2, 4))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("name", (*CONFIGS, "stock"))
+def test_log_probs_are_those_of_rollouts(
+    name: str, dtype: torch.dtype, depth: int, drafts: int, megatron_trains_on_a_cpu: None
+) -> None:
+    model = trained(model_of(name, dtype))
+    served = model_of(name, dtype)
+    served = adapt_model(served) if name == "stock" else served
+    rollouts, counters = rollouts_of(
+        served, depth, num_speculative_tokens=drafts, speculative_method="ngram"
+    )
+    assert counters.evictions
+    batch = batch_of(rollouts)
+    with exact_numerics(model) as exact:
+        found = log_probs_of(exact, model, batch.tokens)
+        assert different(found, batch) == 0
+        found.sum().backward()
+    assert all(p.grad is not None for n, p in model.named_parameters() if "expert_bias" not in n)
+
+
+@pytest.mark.parametrize("name", ("dense", "experts"))
+def test_each_weights_tokens_are_exact_beside_those_weights(name: str) -> None:
+    """New weights came while requests ran, and what these had was computed again."""
+    models = [model_of(name, torch.bfloat16, seed) for seed in range(4)]
+    rollouts, _ = rollouts_of(
+        model_of(name, torch.bfloat16, 0), 2, update=lambda number: models[number].state_dict()
+    )
+    batch = batch_of(rollouts)
+    assert sum(len(rollout.weight_spans) > 1 for rollout in rollouts) > 2
+    for version, model in enumerate(models):
+        with exact_numerics(trained(model)) as exact:
+            found = log_probs_of(exact, model, batch.tokens)
+            assert different(found, batch, version) == 0
+            # Of an optimizer that writes to its parameters.
+            with torch.no_grad():
+                next(model.parameters()).mul_(1.5)
+            assert different(log_probs_of(exact, model, batch.tokens), batch, version)
+
+
+@pytest.fixture(scope="module")
+def rolled_out() -> RolloutBatch:
+    return batch_of(rollouts_of(model_of("experts", torch.bfloat16), 1)[0])
+
+
+def packed(batch: RolloutBatch) -> tuple[dict[str, Any], Tensor]:
+    """Arguments of a forward over all sequences in one row, and the places of their tokens."""
+    lengths = batch.attention_mask.sum(1)
+    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    said = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts)
+    positions = torch.cat([torch.arange(length) for length in lengths.tolist()])
+    tokens = batch.tokens[batch.attention_mask][None]
+    arguments = {"input_ids": tokens, "position_ids": positions[None], "attention_mask": None}
+    return {**arguments, "packed_seq_params": said}, batch.attention_mask
+
+
+@pytest.mark.parametrize("way", ("padded", "some rows", "longer rows", "packed", "few tokens"))
+def test_any_batch_has_the_same_values(way: str, rolled_out: RolloutBatch) -> None:
+    model, batch = trained(model_of("experts", torch.bfloat16)), rolled_out
+    with exact_numerics(model, max_tokens=50 if way == "few tokens" else 10**6) as exact:
+        if way == "packed":
+            arguments, mask = packed(batch)
+            labels = arguments["input_ids"].roll(-1, dims=1)
+            found = torch.zeros_like(batch.log_probs)
+            found[mask] = -model(**arguments, labels=labels)[0].roll(1)
+        elif way == "some rows":
+            batch = RolloutBatch(*(each[3:6, :41] for each in batch))
+            found = log_probs_of(exact, model, batch.tokens)
+        elif way == "longer rows":
+            batch = RolloutBatch(*(torch.nn.functional.pad(x, (0, 30)) for x in batch[:4]),
+                                 torch.nn.functional.pad(batch[4], (0, 30), value=-1))  # fmt: skip
+            found = log_probs_of(exact, model, batch.tokens)
+        else:
+            found = log_probs_of(exact, model, batch.tokens)
+        assert different(found, batch) == 0
+        found.sum().backward()
+
+
+def test_losses_and_gradients_are_the_models(rolled_out: RolloutBatch) -> None:
+    """Within rounding: values that differ by as much go through the model's own activations."""
+    model, tokens = trained(model_of("experts", torch.float32)), rolled_out.tokens
+    arguments = tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None
+    labels = tokens.roll(-1, dims=1)
+    found = []
+    for is_exact in (False, True):
+        model.zero_grad(set_to_none=True)
+        with exact_numerics(model) as exact:
+            if not is_exact:
+                exact.close()
+            loss = model(*arguments, labels=labels)
+            loss.mean().backward()
+        found.append((loss, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
+    (loss, gradients), (exact_loss, exact_gradients) = found
+    assert not torch.equal(loss, exact_loss) and torch.allclose(loss, exact_loss, atol=1e-4)
+    assert gradients.keys() == exact_gradients.keys() and len(gradients) > 10
+    for name, gradient in gradients.items():
+        most = float(gradient.abs().max())
+        assert torch.allclose(gradient, exact_gradients[name], atol=1e-4 * most), name
+
+
+@pytest.mark.parametrize("name", ("dense", "stock"))
+def test_recomputed_activations_have_the_same_values_and_gradients(
+    name: str, rolled_out: RolloutBatch, megatron_trains_on_a_cpu: None
+) -> None:
+    tokens, found = rolled_out.tokens[:4, :40].clamp(max=95), []
+    arguments = tokens, torch.arange(40).expand_as(tokens), None
+    for granularity in (None, "full"):
+        model = trained(model_of(name, torch.float32))
+        model.config.recompute_granularity = granularity
+        model.config.recompute_method, model.config.recompute_num_layers = "uniform", 1
+        with exact_numerics(model) as exact:
+            logits = model(*arguments)
+            exact.log_probs(logits[:, :-1], tokens[:, 1:]).mean().backward()
+        found.append((logits, [p.grad for p in model.parameters()]))
+    assert torch.equal(found[0][0], found[1][0])
+    for own, recomputed in zip(*(gradients for _, gradients in found), strict=True):
+        assert torch.allclose(own, recomputed, atol=1e-5 * float(own.abs().max()))
+
+
+# --- faults that must show ---------------------------------------------------------------------
+
+
+def _whole_chunks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CacheAttention, "_each_token_is_a_row", lambda self, query, limits: False)
+
+
+def _another_width(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(paged_decode, "LENGTH_MULTIPLE", 1)
+
+
+def _ordinary_softmax(patch: pytest.MonkeyPatch) -> None:
+    def log_probs(self: Any, logits: Tensor, tokens: Tensor) -> Tensor:
+        return logits.float().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+
+    patch.setattr(ExactNumerics, "log_probs", log_probs)
+
+
+def _ordinary_forward(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ExactNumerics, "_replace", lambda *_: None)
+
+
+def _ordinary_activation(patch: pytest.MonkeyPatch) -> None:
+    from megatron_async.kernels.moe import reference
+
+    def activate(x: Tensor, name: str) -> Tensor:
+        return torch.nn.functional.silu(x.bfloat16()).float()
+
+    patch.setattr(reference, "_function", activate)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    (_whole_chunks, _another_width, _ordinary_softmax, _ordinary_forward, _ordinary_activation),
+)
+def test_one_operation_that_is_not_the_engines_shows(
+    fault: Callable[[pytest.MonkeyPatch], None],
+    rolled_out: RolloutBatch,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = trained(model_of("experts", torch.bfloat16))
+    batch = RolloutBatch(*(each[:5, :41] for each in rolled_out))
+    fault(monkeypatch)
+    with exact_numerics(model) as exact:
+        assert different(log_probs_of(exact, model, batch.tokens), batch)
+
+
+# --- what is refused ---------------------------------------------------------------------------
+
+
+def test_what_has_no_exact_values_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"hidden_dropout=0\.1 must be 0"):
+        exact_numerics(stock_model())
+    model = model_of("dense", torch.float32)
+    with exact_numerics(model), pytest.raises(ConfigError, match="pad behind the last token"):
+        model(torch.zeros(1, 4, dtype=torch.int64), torch.tensor([[0, 0, 1, 2]]), None)
+    model.post_process = False
+    with pytest.raises(ConfigError, match="one of several pipeline stages"):
+        exact_numerics(model)
+
+
+def test_the_model_itself_stays_as_it_is(megatron_trains_on_a_cpu: None) -> None:
+    """Modes, classes and configs; a parameter in another's place is seen."""
+    model = trained(stock_model(hidden_dropout=0.0, attention_dropout=0.0))
+    before = [(type(module), module.training) for module in model.modules()]
+    config = dict(vars(model.config))
+    tokens = torch.arange(8)[None]
+    with exact_numerics(model) as exact:
+        assert [(type(module), module.training) for module in model.modules()] == before
+        assert vars(model.config) == config
+        logits = exact._whole.logits(tokens[0], [8])
+        model.decoder.final_layernorm.weight = torch.nn.Parameter(torch.zeros(64))
+        assert not torch.equal(exact._whole.logits(tokens[0], [8]), logits)
+    model.eval()
+    assert torch.equal(model(tokens, tokens, None), model(tokens, tokens, None))
+
+
+# --- log-probabilities alone -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", ({}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 5},
+                                     {"temperature": 0.9, "top_p": 0.6}))  # fmt: skip
+def test_log_probs_have_the_gradient_of_a_softmax(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(3, 4, 20, requires_grad=True)
+    wide = (logits.detach() / options.get("temperature", 1.0)).double().requires_grad_(True)
+    sorted_, order = wide.sort(-1, descending=True)
+    before = sorted_.softmax(-1).cumsum(-1) - sorted_.softmax(-1)
+    kept = torch.arange(20).expand_as(order) < (options.get("top_k") or 20)
+    kept = kept & (before < options.get("top_p", 1.0))
+    kept = torch.zeros_like(kept).scatter(-1, order, kept)
+    tokens = wide.argmax(-1)
+    expected = wide.masked_fill(~kept, -torch.inf).log_softmax(-1)
+    expected = expected.gather(-1, tokens[..., None])[..., 0]
+    found = exact_log_probs(logits, tokens, **options)
+    assert torch.allclose(found.double(), expected, atol=1e-6)
+    weights = torch.randn(3, 4)
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    assert wide.grad is not None and logits.grad is not None
+    gradient = wide.grad / options.get("temperature", 1.0)
+    assert torch.allclose(logits.grad.double(), gradient, atol=1e-6)
+
+
+def test_what_log_probs_do_not_take_is_refused() -> None:
+    logits, tokens = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
+    for wrong, said in (
+        ({"tokens": tokens[:1]}, "one token for each position"),
+        ({"top_k": 3}, "give a temperature"),
+        ({"temperature": -1.0}, "must not be negative"),
+        ({"temperature": 1.0, "top_p": 1.5}, "top_p between 0 and 1"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            exact_log_probs(**{"logits": logits, "tokens": tokens, **wrong})
