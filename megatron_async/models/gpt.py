@@ -104,6 +104,10 @@ class Inference:
             context = kwargs.get("inference_params")
         if decoder_input is None and self.pre_process:
             decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
+        if context is not None and decoder_input is not None:
+            # Strides as after a copy: for those of a transposed row torch.matmul makes a product of
+            # each token, unless the weight wants a gradient.
+            decoder_input = decoder_input.flatten().view(decoder_input.shape)
         hidden_states: Tensor = self.decoder(
             hidden_states=decoder_input,
             attention_mask=attention_mask,

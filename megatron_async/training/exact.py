@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from typing import Any
 
 import torch
@@ -129,7 +130,7 @@ def _lengths(token_ids: Tensor, position_ids: Tensor | None, packed: Any) -> lis
     rows, columns = token_ids.shape
     if packed is not None:
         ends = packed.cu_seqlens_q.tolist()
-        lengths = [end - start for start, end in zip(ends, ends[1:], strict=False)]
+        lengths = [end - start for start, end in itertools.pairwise(ends)]
         return [length for length in lengths if length]
     if position_ids is not None:
         counted = torch.arange(columns, device=position_ids.device).expand(rows, columns)
