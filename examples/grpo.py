@@ -9,8 +9,9 @@ something if it ends by itself and Python parses it, and more the longer it is, 
 The engine generates the next batches in a thread of its own while the trainer learns from one that
 is there: at most ``--staleness`` updates later. A request that is under way when new weights come
 goes on with them, or begins again. What a token was sampled with is known by its log-probability
-and the version of its weights, so that the importance ratio is exact, and tokens that are too old
-are left out.
+and the version of its weights, so that tokens that are too old are left out. With ``--exact`` the
+trainer's log-probabilities have the bits of the engine's: beside the weights that sampled a token
+its importance ratio is 1, and the KL error is 0.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from megatron_async import DynamicInferenceEngine, EngineConfig, Rollout, Sampli
 from megatron_async.checkpoint.load import load_pretrained
 from megatron_async.request.request import RequestFuture
 from megatron_async.request.rollouts import RolloutBatch, batch_of
+from megatron_async.training import exact_numerics
 
 PROMPTS = (
     "def read_lines(path):\n",
@@ -75,19 +77,25 @@ class Update:
     too_old: int
     mixed: int
     ratio_error: float
+    kl_error: float | None
     trainer_waited: float
     copied: float
 
 
 class Trainer:
-    """Weights of its own in fp32, and one step of AdamW for each batch."""
+    """Weights of its own in fp32, and one step of AdamW for each batch.
 
-    def __init__(self, learning_rate: float) -> None:
+    Args:
+        exact: compute log-probabilities as the engine does.
+    """
+
+    def __init__(self, learning_rate: float, *, exact: bool) -> None:
         self.model = load_pretrained("tiny", dtype=torch.float32, device="cpu").model.train()
         # Layers for multi-token prediction draft, and are no part of the policy.
         self.policy = {k: p for k, p in self.model.named_parameters() if not k.startswith("mtp.")}
         for parameter in self.policy.values():
             parameter.requires_grad_(True)
+        self.exact = exact_numerics(self.model) if exact else None
         self._optimizer = torch.optim.AdamW(
             self.policy.values(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
@@ -96,23 +104,37 @@ class Trainer:
         """Of the tokens ``[B, T]`` but the first, ``[B, T - 1]``."""
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         logits = self.model(tokens, positions, None)[:, :-1]
+        if self.exact is not None:
+            return self.exact.log_probs(logits, tokens[:, 1:])
         return -cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(
             len(tokens), -1
         )
 
-    def step(self, batch: RolloutBatch, advantages: Tensor) -> float:
+    def step(
+        self, batch: RolloutBatch, advantages: Tensor, version: int
+    ) -> tuple[float, float | None]:
         """Clipped policy gradient over all tokens of the mask; returns how far the mean importance
-        ratio was from 1 before the step."""
+        ratio was from 1 before the step, and the KL error of the tokens that the trainer's own
+        weights, ``version``, have sampled: None if there are none."""
         mask = batch.loss_mask[:, 1:].float()
         count = mask.sum().clamp(min=1.0)
-        ratio = torch.exp(self.log_probs(batch.tokens) - batch.log_probs[:, 1:])
+        difference = self.log_probs(batch.tokens) - batch.log_probs[:, 1:]
+        ratio = torch.exp(difference)
         gains = advantages[:, None] * torch.stack((ratio, ratio.clamp(1 - CLIP, 1 + CLIP)))
         loss = -(gains.amin(dim=0) * mask).sum() / count
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.policy.values(), 1.0)
         self._optimizer.step()
-        return float((ratio.detach() * mask).sum() / count) - 1.0
+        return float((ratio.detach() * mask).sum() / count) - 1.0, kl_error_of(
+            difference.detach()[(batch.weight_versions == version)[:, 1:]]
+        )
+
+
+def kl_error_of(differences: Tensor) -> float | None:
+    """The KL divergence that log-probabilities of the same weights seem to have, by its estimator
+    that is never negative: 0 if they are equal."""
+    return float((differences.expm1() - differences).mean()) if len(differences) else None
 
 
 def advantages_of(rewards: Tensor) -> Tensor:
@@ -159,7 +181,8 @@ class Rollouts:
 
 def train(engine: DynamicInferenceEngine, args: argparse.Namespace) -> tuple[list[Update], float]:
     """All updates, and the share of the time in which the engine had nothing to do."""
-    trainer, rollouts, done = Trainer(args.learning_rate), Rollouts(engine, args), list[Update]()
+    trainer, rollouts = Trainer(args.learning_rate, exact=args.exact), Rollouts(engine, args)
+    done = list[Update]()
     start, busy_before = time.perf_counter(), engine.counters.step_ns
     for _ in range(1 + args.staleness):
         rollouts.ask()
@@ -169,7 +192,7 @@ def train(engine: DynamicInferenceEngine, args: argparse.Namespace) -> tuple[lis
         waited = time.perf_counter() - asked
         oldest = engine.weight_version - args.staleness
         batch = batch_of(taken, oldest_version=oldest)
-        ratio_error = trainer.step(batch, advantages_of(rewards))
+        ratio_error, kl_error = trainer.step(batch, advantages_of(rewards), engine.weight_version)
         began = time.perf_counter()
         # The trainer has none of the layers that draft.
         engine.update_weights(
@@ -187,6 +210,7 @@ def train(engine: DynamicInferenceEngine, args: argparse.Namespace) -> tuple[lis
             too_old=generated - int(batch.loss_mask.sum()),
             mixed=sum(len(rollout.weight_spans) > 1 for rollout in taken),
             ratio_error=ratio_error,
+            kl_error=kl_error,
             trainer_waited=waited,
             copied=copied,
         )
@@ -194,7 +218,8 @@ def train(engine: DynamicInferenceEngine, args: argparse.Namespace) -> tuple[lis
         print(
             f"update {number + 1:3d}  {update.seconds:6.1f} s  reward {update.reward:.3f}  parsed "
             f"{update.parsed:.2f}  tokens {update.tokens}, {update.too_old} too old  rollouts over "
-            f"two versions or more {update.mixed}  ratio - 1 {update.ratio_error:+.4f}",
+            f"two versions or more {update.mixed}  ratio - 1 {update.ratio_error:+.4f}  KL error "
+            f"{'-' if kl_error is None else f'{kl_error:.1e}'}",
             flush=True,
         )
     # From the last batch on there is nothing to generate, so the end does not count.
@@ -240,6 +265,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--staleness", type=int, default=1, help="updates that a token may be behind; 0 takes turns"
     )
     add("--partial-rollouts", choices=("continue", "restart"), default="continue")
+    add("--exact", action="store_true", help="log-probabilities with the bits of the engine's")
     add("--depth", type=int, default=1, help="steps in flight of the engine")
     add("--seed", type=int, default=0)
     add("--plot", type=Path, help="write the reward curve")
@@ -259,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Update]:
     config = EngineConfig(
         device="cpu", dtype="float32", max_requests=rows, max_sequence_length=256,
         block_count=16 * rows * (2 + args.staleness), block_size_tokens=16,
-        depth=args.depth, random_seed=args.seed,
+        depth=args.depth, random_seed=args.seed, batch_invariant=args.exact,
     )  # fmt: skip
     with DynamicInferenceEngine.from_pretrained("tiny", config) as engine:
         engine.start()
@@ -278,6 +304,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Update]:
         f"the engine waited {idle:.1%} of the time, the trainer {waited / seconds:.1%}; new "
         f"weights took {1e3 * sum(update.copied for update in updates) / len(updates):.1f} ms each"
     )
+    errors = [update.kl_error for update in updates if update.kl_error is not None]
+    print(f"KL error: {max(errors, default=0.0)} at most")
     if args.json is not None:
         args.json.write_text(json.dumps([dataclasses.asdict(u) for u in updates], indent=1) + "\n")
     if args.plot is not None:

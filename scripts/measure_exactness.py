@@ -1,5 +1,5 @@
-"""How many log-probabilities of rollouts have the bits of a forward with autograd, by dtype and
-with ``batch_invariant`` or without: the table of ``docs/rl.md``, on a CPU.
+"""How many log-probabilities of rollouts have the bits of a forward with autograd, by dtype, with
+``batch_invariant`` or without, and with ``exact_numerics``: the table of ``docs/rl.md``, on a CPU.
 
     python scripts/measure_exactness.py --model tiny
 """
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_async import DynamicInferenceEngine, EngineConfig, Rollout, SamplingParams
 from megatron_async.checkpoint.load import load_pretrained
+from megatron_async.training import ExactNumerics, exact_numerics
 
 PROMPTS = ("def read_lines(path):\n", "def add(self, value):\n", "import ", "class A")
 ROWS, LENGTH = 32, 64
@@ -37,11 +38,14 @@ def rollouts_of(model: str, dtype: str, *, batch_invariant: bool) -> list[Rollou
         return [request.rollout() for request in engine.generate(prompts, seeds)]
 
 
-def trained(model: Any, rollout: Rollout) -> Tensor:
+def trained(model: Any, rollout: Rollout, exact: ExactNumerics | None) -> Tensor:
     """fp32 log-probabilities of the generated tokens, by a forward with autograd."""
     tokens = torch.tensor([rollout.tokens])
     logits = model(tokens, torch.arange(tokens.shape[1])[None], None)[:, :-1]
-    chances = logits.float().log_softmax(-1).gather(-1, tokens[:, 1:, None])[0, :, 0]
+    if exact is not None:
+        chances = exact.log_probs(logits, tokens[:, 1:])[0]
+    else:
+        chances = logits.float().log_softmax(-1).gather(-1, tokens[:, 1:, None])[0, :, 0]
     found: Tensor = chances[len(rollout.prompt_tokens) - 1 :].detach()
     return found
 
@@ -50,15 +54,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="tiny")
     path = parser.parse_args().model
-    for dtype, invariant in itertools.product(("float32", "bfloat16"), (False, True)):
+    ways = ((False, False), (True, False), (True, True))
+    for dtype, (invariant, is_exact) in itertools.product(("float32", "bfloat16"), ways):
         model = load_pretrained(path, dtype=getattr(torch, dtype)).model.train()
         for parameter in model.parameters():
             parameter.requires_grad_(True)
+        exact = exact_numerics(model) if is_exact else None
         rollouts = rollouts_of(path, dtype, batch_invariant=invariant)
         ours = torch.tensor([chance for rollout in rollouts for chance in rollout.log_probs])
-        differences = ours - torch.cat([trained(model, rollout) for rollout in rollouts])
+        differences = ours - torch.cat([trained(model, rollout, exact) for rollout in rollouts])
         print(
-            f"{dtype:8} batch_invariant={invariant!s:5} {len(ours)} tokens: "
+            f"{dtype:8} batch_invariant={invariant!s:5} exact={is_exact!s:5} {len(ours)} tokens: "
             f"{100 * (differences == 0).float().mean():.0f} % equal, "
             f"largest {differences.abs().max():.0e}, mean {differences.mean():.0e}"
         )

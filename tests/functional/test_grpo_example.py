@@ -55,3 +55,20 @@ def test_a_short_run_trains_over_its_own_log_probs(
     assert [update["tokens"] for update in written] == [update.tokens for update in updates]
     assert (tmp_path / "run.png").stat().st_size > 1000
     assert "the engine waited" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_with_exact_numerics_the_kl_error_is_zero(
+    grpo: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Over 20 updates of all weights; without them it is not, in some of the first two."""
+    threads = torch.get_num_threads()
+    sizes = ["--prompts", "1", "--group", "2", "--tokens", "8", "--staleness", "0"]
+    try:
+        updates = grpo.main([*sizes, "--updates", "20", "--exact"])
+        assert capsys.readouterr().out.endswith("KL error: 0.0 at most\n")
+        ordinary = grpo.main([*sizes, "--updates", "2"])
+    finally:
+        torch.set_num_threads(threads)
+    assert [update.kl_error for update in updates] == [0.0] * 20
+    assert any(update.kl_error for update in ordinary)

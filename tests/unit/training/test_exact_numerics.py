@@ -26,7 +26,7 @@ from megatron_async.runner.memory.cache_attention import CacheAttention
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.training import ExactNumerics, exact_log_probs, exact_numerics
 from tests.support.engines import config_at
-from tests.support.stock_model import no_gpu, stock_model  # noqa: F401
+from tests.support.stock_model import stock_model
 
 from megatron.core.fusions import fused_softmax  # isort: skip
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
@@ -70,17 +70,16 @@ PROMPTS += [[*prompt, 8] for prompt in PROMPTS]
 LENGTH = 24
 
 
-def model_of(name: str, dtype: torch.dtype, seed: int = 3) -> Any:
+def model_of(name: str, dtype: torch.dtype, seed: int = 3, device: str = "cpu") -> Any:
     """A random model that says something."""
     if name == "stock":
-        torch.manual_seed(seed)
-        return stock_model(hidden_dropout=0.0, attention_dropout=0.0).to(dtype)
+        return stock_model(hidden_dropout=0.0, attention_dropout=0.0).to(device, dtype)
     model = build_random_model(CONFIGS[name], device=torch.device("cpu"), dtype=dtype, seed=seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(6)
-    return model
+    return model.to(device)
 
 
 @pytest.fixture
@@ -139,9 +138,11 @@ def rollouts_of(
 
 def log_probs_of(exact: ExactNumerics, model: Any, tokens: Tensor) -> Tensor:
     """``[B, S]``, each at its token's place."""
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    tokens = tokens.to(next(model.parameters()).device)
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     logits = model(tokens, positions, None)
-    return torch.nn.functional.pad(exact.log_probs(logits[:, :-1], tokens[:, 1:]), (1, 0))
+    found = exact.log_probs(logits[:, :-1], tokens[:, 1:])
+    return torch.nn.functional.pad(found, (1, 0)).cpu()
 
 
 def different(found: Tensor, batch: RolloutBatch, version: int = 0) -> int:
@@ -171,6 +172,28 @@ def test_log_probs_are_those_of_rollouts(
         assert different(found, batch) == 0
         found.sum().backward()
     assert all(p.grad is not None for n, p in model.named_parameters() if "expert_bias" not in n)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("depth", (0, 2))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("name", (*CONFIGS, "stock"))
+def test_log_probs_on_a_gpu_are_those_of_rollouts(
+    name: str, dtype: torch.dtype, depth: int
+) -> None:
+    """In captured graphs, with drafts, evictions and chunks."""
+    model, served = (model_of(name, dtype, device="cuda") for _ in range(2))
+    served = adapt_model(served) if name == "stock" else served
+    rollouts, counters = rollouts_of(
+        served, depth, device="cuda", num_speculative_tokens=2, speculative_method="ngram"
+    )
+    assert counters.evictions
+    batch = batch_of(rollouts)
+    with exact_numerics(trained(model)) as exact:
+        found = log_probs_of(exact, model, batch.tokens)
+        assert different(found, batch) == 0
+        found.sum().backward()
 
 
 @pytest.mark.parametrize("name", ("dense", "experts"))
