@@ -131,11 +131,10 @@ def _log_probs(
     """Compute them of the logits at or above ``threshold``, times ``factor``, both float32
     ``[N]``, with the ``listed`` most likely tokens."""
     size = max(1, ELEMENTS_AT_ONCE // logits.shape[1])
-    each = (logits, factor, threshold, tokens)
-    groups = [
-        _log_probs_of_group(*(t[first : first + size] for t in each), listed)
-        for first in range(0, max(1, len(logits)), size)
-    ]
+    groups = []
+    for first in range(0, max(1, len(logits)), size):
+        x, own, least, of = (t[first : first + size] for t in (logits, factor, threshold, tokens))
+        groups.append(_log_probs_of_group(x, own, least, of, listed))
     if len(groups) == 1:
         return groups[0]
     log_prob, top_ids, top_log_probs = (torch.cat(parts) for parts in zip(*groups, strict=True))

@@ -117,12 +117,12 @@ def _check(model: Any) -> None:
     for name in ("hidden_dropout", "attention_dropout"):
         if getattr(config, name, 0):
             raise ConfigError(f"exact_numerics: {name}={getattr(config, name)} must be 0")
-    if not (getattr(model, "pre_process", True) and getattr(model, "post_process", True)):
+    if not (model.pre_process and model.post_process):
         raise ConfigError("exact_numerics: the model is one of several pipeline stages")
 
 
 def _lengths(token_ids: Tensor, position_ids: Tensor | None, packed: Any) -> list[int]:
-    """Of the sequences, one behind the other in the rows of ``token_ids`` ``[B, S]``.
+    """The lengths of the sequences, one behind the other in the rows of ``token_ids`` ``[B, S]``.
 
     Raises:
         ConfigError: without ``packed``, a row is not one sequence from position 0 on.

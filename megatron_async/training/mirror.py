@@ -25,7 +25,7 @@ def mirror(model: torch.nn.Module) -> Any:
         own.pop("forward", None)  # a wrapper around the first tree's
         own["_modules"] = {
             name: None if child is None else clones[id(child)]
-            for name, child in clone._modules.items()
+            for name, child in own["_modules"].items()
         }
         for name, value in own.items():
             if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):

@@ -34,6 +34,7 @@ QUICK = (
     "test_development_api.py",
     "test_docs.py",
     "test_end_check.py",
+    "test_exact_log_probs.py",
     "test_engine_api.py",
     "test_engine_parity.py",
     "test_former_addresses.py",

@@ -120,6 +120,13 @@ FORBIDDEN = {
         "megatron_async.scheduler",
         "megatron_async.serving",
     ),
+    "training": (
+        "megatron_async.drafting",
+        "megatron_async.engine",
+        "megatron_async.ranks",
+        "megatron_async.scheduler",
+        "megatron_async.serving",
+    ),
     "checkpoint": ("megatron_async.weights.place", "megatron_async.weights.swap"),
     "perfetto": (*COMMANDS, "megatron_async.serving"),
     ".": (*COMMANDS, "tests"),

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 import megatron_async
-from megatron_async import megatron_api, weights
+from megatron_async import megatron_api, training, weights
 from megatron_async.contrib import transformers
 from megatron_async.engine import engine
 from megatron_async.engine.api_style import OUR_STYLE, ApiStyle
 from megatron_async.megatron_api.engine import MEGATRON_STYLE
 
-PACKAGES = (megatron_async, megatron_api, weights, transformers)
+PACKAGES = (megatron_async, megatron_api, training, weights, transformers)
 EARLIER = [
     "DynamicInferenceContext",
     "DynamicInferenceEngine",

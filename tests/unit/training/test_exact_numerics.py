@@ -24,7 +24,7 @@ from megatron_async.models.served import ServedModel
 from megatron_async.request.rollouts import RolloutBatch, batch_of
 from megatron_async.runner.memory.cache_attention import CacheAttention
 from megatron_async.sampling_params import SamplingParams
-from megatron_async.training import ExactNumerics, exact_log_probs, exact_numerics
+from megatron_async.training import ExactNumerics, exact_numerics
 from tests.support.engines import config_at
 from tests.support.stock_model import stock_model
 
@@ -106,7 +106,7 @@ def trained(model: Any) -> Any:
 
 def rollouts_of(
     served: Any, depth: int, *, update: Callable[[int], dict[str, Tensor]] | None = None,
-    **values: Any,
+    sampled: dict[str, Any] | None = None, **values: Any,
 ) -> tuple[list[Any], Any]:  # fmt: skip
     """Rollouts of all prompts in a cache that is too small for them, and the engine's counters;
     ``update`` gives new weights after some steps, by how many there were."""
@@ -116,8 +116,8 @@ def rollouts_of(
     )  # fmt: skip
     params = [
         SamplingParams(
-            temperature=1.0, seed=number, num_tokens_to_generate=LENGTH, termination_id=-1,
-            return_log_probs=True, skip_prompt_log_probs=True,
+            **(sampled or {"temperature": 1.0}), seed=number, num_tokens_to_generate=LENGTH,
+            termination_id=-1, return_log_probs=True, skip_prompt_log_probs=True,
         )
         for number in range(len(PROMPTS))
     ]  # fmt: skip
@@ -136,12 +136,12 @@ def rollouts_of(
         return [future.result().rollout() for future in futures], counters
 
 
-def log_probs_of(exact: ExactNumerics, model: Any, tokens: Tensor) -> Tensor:
+def log_probs_of(exact: ExactNumerics, model: Any, tokens: Tensor, **options: Any) -> Tensor:
     """``[B, S]``, each at its token's place."""
     tokens = tokens.to(next(model.parameters()).device)
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     logits = model(tokens, positions, None)
-    found = exact.log_probs(logits[:, :-1], tokens[:, 1:])
+    found = exact.log_probs(logits[:, :-1], tokens[:, 1:], **options)
     return torch.nn.functional.pad(found, (1, 0)).cpu()
 
 
@@ -218,6 +218,20 @@ def test_each_weights_tokens_are_exact_beside_those_weights(name: str) -> None:
 @pytest.fixture(scope="module")
 def rolled_out() -> RolloutBatch:
     return batch_of(rollouts_of(model_of("experts", torch.bfloat16), 1)[0])
+
+
+@pytest.mark.parametrize(
+    "options", ({"temperature": 0.7}, {"temperature": 1.3, "top_k": 20, "top_p": 0.8},
+                {"temperature": 0.0}),
+)  # fmt: skip
+def test_processed_log_probs_are_those_of_rollouts(options: dict[str, Any]) -> None:
+    model = trained(model_of("dense", torch.bfloat16))
+    sampled = {**options, "log_probs_mode": "processed"}
+    rollouts, _ = rollouts_of(model_of("dense", torch.bfloat16), 1, sampled=sampled)
+    batch = batch_of(rollouts)
+    with exact_numerics(model) as exact:
+        assert different(log_probs_of(exact, model, batch.tokens, **options), batch) == 0
+        assert different(log_probs_of(exact, model, batch.tokens, temperature=0.9), batch)
 
 
 def packed(batch: RolloutBatch) -> tuple[dict[str, Any], Tensor]:
@@ -369,42 +383,3 @@ def test_the_model_itself_stays_as_it_is(megatron_trains_on_a_cpu: None) -> None
         assert not torch.equal(exact._whole.logits(tokens[0], [8]), logits)
     model.eval()
     assert torch.equal(model(tokens, tokens, None), model(tokens, tokens, None))
-
-
-# --- log-probabilities alone -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", ({}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 5},
-                                     {"temperature": 0.9, "top_p": 0.6}))  # fmt: skip
-def test_log_probs_have_the_gradient_of_a_softmax(options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(3, 4, 20, requires_grad=True)
-    wide = (logits.detach() / options.get("temperature", 1.0)).double().requires_grad_(True)
-    sorted_, order = wide.sort(-1, descending=True)
-    before = sorted_.softmax(-1).cumsum(-1) - sorted_.softmax(-1)
-    kept = torch.arange(20).expand_as(order) < (options.get("top_k") or 20)
-    kept = kept & (before < options.get("top_p", 1.0))
-    kept = torch.zeros_like(kept).scatter(-1, order, kept)
-    tokens = wide.argmax(-1)
-    expected = wide.masked_fill(~kept, -torch.inf).log_softmax(-1)
-    expected = expected.gather(-1, tokens[..., None])[..., 0]
-    found = exact_log_probs(logits, tokens, **options)
-    assert torch.allclose(found.double(), expected, atol=1e-6)
-    weights = torch.randn(3, 4)
-    (found * weights).sum().backward()
-    (expected * weights).sum().backward()
-    assert wide.grad is not None and logits.grad is not None
-    gradient = wide.grad / options.get("temperature", 1.0)
-    assert torch.allclose(logits.grad.double(), gradient, atol=1e-6)
-
-
-def test_what_log_probs_do_not_take_is_refused() -> None:
-    logits, tokens = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
-    for wrong, said in (
-        ({"tokens": tokens[:1]}, "one token for each position"),
-        ({"top_k": 3}, "give a temperature"),
-        ({"temperature": -1.0}, "must not be negative"),
-        ({"temperature": 1.0, "top_p": 1.5}, "top_p between 0 and 1"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            exact_log_probs(**{"logits": logits, "tokens": tokens, **wrong})

@@ -32,7 +32,7 @@ if __name__ == "__main__":
         for row in range(len(PROMPTS))
     ]
     found = {}
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("float32",):  # bfloat16 hides what differs by a little
         config = EngineConfig(
             device="cpu", dtype=dtype, depth=2, max_requests=3, max_sequence_length=64,
             block_count=24, block_size_tokens=8, batch_invariant=True,

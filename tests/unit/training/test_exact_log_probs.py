@@ -1,0 +1,47 @@
+"""Log-probabilities for trainers: the engine's values, and the gradient of a softmax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_async.errors import ConfigError
+from megatron_async.training.log_probs import exact_log_probs
+
+
+@pytest.mark.parametrize("options", ({}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 5},
+                                     {"temperature": 0.9, "top_p": 0.6}))  # fmt: skip
+def test_log_probs_have_the_gradient_of_a_softmax(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(3, 4, 20, requires_grad=True)
+    wide = (logits.detach() / options.get("temperature", 1.0)).double().requires_grad_(True)
+    sorted_, order = wide.sort(-1, descending=True)
+    before = sorted_.softmax(-1).cumsum(-1) - sorted_.softmax(-1)
+    kept = torch.arange(20).expand_as(order) < (options.get("top_k") or 20)
+    kept = kept & (before < options.get("top_p", 1.0))
+    kept = torch.zeros_like(kept).scatter(-1, order, kept)
+    tokens = wide.argmax(-1)
+    expected = wide.masked_fill(~kept, -torch.inf).log_softmax(-1)
+    expected = expected.gather(-1, tokens[..., None])[..., 0]
+    found = exact_log_probs(logits, tokens, **options)
+    assert torch.allclose(found.double(), expected, atol=1e-6)
+    weights = torch.randn(3, 4)
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    assert wide.grad is not None and logits.grad is not None
+    gradient = wide.grad / options.get("temperature", 1.0)
+    assert torch.allclose(logits.grad.double(), gradient, atol=1e-6)
+
+
+def test_what_log_probs_do_not_take_is_refused() -> None:
+    logits, tokens = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
+    for wrong, said in (
+        ({"tokens": tokens[:1]}, "one token for each position"),
+        ({"top_k": 3}, "give a temperature"),
+        ({"temperature": -1.0}, "must not be negative"),
+        ({"temperature": 1.0, "top_p": 1.5}, "top_p between 0 and 1"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            exact_log_probs(**{"logits": logits, "tokens": tokens, **wrong})
