@@ -18,6 +18,7 @@ _OURS = {
     "RequestFuture": "request.request",
     "Rollout": "request.request",
     "SamplingParams": "sampling_params",
+    "Score": "request.scores",
     "StepReport": "request.request",
     "StructuredOutputs": "grammar.spec",
     "TokenLogProbs": "request.request",

@@ -17,6 +17,7 @@ from megatron_async.request.request import RequestFuture as RequestFuture
 from megatron_async.request.request import Rollout as Rollout
 from megatron_async.request.request import StepReport as StepReport
 from megatron_async.request.request import TokenLogProbs as TokenLogProbs
+from megatron_async.request.scores import Score as Score
 from megatron_async.sampling_params import SamplingParams as SamplingParams
 from megatron_async.version import __version__ as __version__
 

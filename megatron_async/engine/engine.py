@@ -42,6 +42,7 @@ from megatron_async.weights.swap import CONTINUE, replace_weights, shared_weight
 
 if TYPE_CHECKING:
     from megatron_async.ranks.group import RankGroup
+    from megatron_async.request.scores import Score
     from megatron_async.weights.source import WeightSource
 
 
@@ -339,6 +340,30 @@ class DynamicInferenceEngine:
         """
         each = prompts_with_params(prompts, sampling_params)
         return self._driver.generate(each)
+
+    def score(self, sequences: Iterable[Prompt], *, top_n: int = 0) -> list[Score]:
+        """What the model says of given tokens: log-probability, rank and entropy at each position.
+        They are prefilled in the steps of all other requests, and wait for nothing else.
+
+        Args:
+            sequences: texts, or token ids, each of fewer tokens than a request may have.
+            top_n: the most likely tokens of each position too, at most 20.
+
+        Raises:
+            RequestError: a sequence cannot be scored; then none is.
+            EngineStoppedError: the engine was stopped, or a request was aborted.
+        """
+        from megatron_async.request.scores import Score
+
+        params = SamplingParams(
+            temperature=0.0, num_tokens_to_generate=1, termination_id=-1, return_log_probs=True,
+            top_n_logprobs=top_n, detokenize=False, num_speculative_tokens=0,
+        )  # fmt: skip
+        requests = self.generate(sequences, params)
+        for request in requests:
+            if request.failed():
+                raise EngineStoppedError(f"request {request.request_id} ended unscored")
+        return [Score.of(request) for request in requests]
 
     # --- steps by a thread of its own ---------------------------------------------------------
 

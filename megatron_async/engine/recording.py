@@ -154,6 +154,19 @@ class Run:
     endings: tuple[Ending, ...]
     entries: tuple[Entry, ...]
 
+    def sequences(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Prompt and generated tokens of each request that has ended, in the order of
+        ``endings``: for an engine with other weights to :meth:`~.DynamicInferenceEngine.score`."""
+        prompts: dict[int, tuple[int, ...]] = {}
+        found, commands = [], list(self.applied)[::-1]
+        for number, ending in enumerate(self.endings):
+            while commands and commands[-1].endings <= number:
+                command = commands.pop().command
+                if isinstance(command, AddRequest):
+                    prompts[command.request_id] = command.tokens
+            found.append((prompts[ending.request_id], tuple(ending.tokens)))
+        return found
+
 
 def read_run(path: str | Path) -> Run:
     """A run from a file.

@@ -78,7 +78,8 @@ class DynamicInferenceRequest:
 
     Log-probabilities are None unless asked for. ``generated_log_probs`` has one for each generated
     token, ``prompt_log_probs`` one for each prompt token but the first, and ``prompt_token_ranks``
-    the place of that token among all: 1 for the most likely one. The ``top_n`` lists have
+    the place of that token among all: 1 for the most likely one; ``prompt_entropies`` are those of
+    the model's distributions there, in nats. The ``top_n`` lists have
     for the same tokens those of the most likely ones, ``dict[int, float]`` by token id, the most
     likely first; the token itself may not be among them. In engines that are built as megatron-core
     builds them it is ``dict[str, float]``, by the tokens' texts.
@@ -111,6 +112,7 @@ class DynamicInferenceRequest:
     counters: RequestCounters = field(default_factory=RequestCounters)
     policy_epoch: list[tuple[int, int]] | None = None
     kv_cache_epoch: list[tuple[int, int]] | None = None
+    prompt_entropies: list[float] | None = None
 
     @property
     def generated_length(self) -> int:

@@ -20,7 +20,7 @@ from megatron_async.request.fields import (
 from megatron_async.sampling_params import SamplingParams
 
 Request = TypeVar("Request")
-_LATER = ("policy_epoch", "kv_cache_epoch")
+_LATER = ("policy_epoch", "kv_cache_epoch", "prompt_entropies")
 _TOPS = ("generated_top_n_logprobs", "prompt_top_n_logprobs")
 
 

@@ -6,7 +6,12 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_async.sampling.log_probs import pack, token_log_probs, token_ranks
+from megatron_async.sampling.log_probs import (
+    pack,
+    token_entropies,
+    token_log_probs,
+    token_ranks,
+)
 from megatron_async.step.extras import PROMPT_LOG_PROB_WORDS
 from megatron_async.step.plan import Plan
 from megatron_async.step.records import LogProbs
@@ -59,7 +64,9 @@ class PromptLogProbs:
             end = start + ROWS_AT_ONCE
             rows, tokens = logits[start:end], ids[start:end]
             words = pack(*token_log_probs(rows, tokens)).T
-            words = torch.cat((words, token_ranks(rows, tokens)[:, None]), dim=1)
+            entropies = token_entropies(rows).view(torch.int32)
+            further = torch.stack((token_ranks(rows, tokens), entropies), dim=1)
+            words = torch.cat((words, further), dim=1)
             entry[start : start + len(words)].copy_(words, non_blocking=True)
 
     def take(self, targets: PromptTargets) -> LogProbs:

@@ -67,6 +67,19 @@ def token_ranks(logits: Tensor, tokens: Tensor) -> Tensor:
     return ahead.sum(1, dtype=torch.int32).masked_fill_(logits.isnan().any(1), 0)
 
 
+def token_entropies(logits: Tensor) -> Tensor:
+    """Compute the entropy of the model's distribution in each row, in nats.
+
+    Args:
+        logits: ``[N, V]`` of any float type.
+
+    Returns:
+        float32 ``[N]``; NaN where :func:`token_log_probs` has it.
+    """
+    found: Tensor = torch.special.entr(logits.float().softmax(1)).sum(1)
+    return found
+
+
 def processed_log_probs(
     processed: Tensor, inverse_temperature: Tensor, top_k: Tensor, top_p: Tensor, tokens: Tensor
 ) -> LogProbs:

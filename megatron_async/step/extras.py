@@ -22,8 +22,9 @@ MAX_BAD_WORD_TOKENS = 16
 LOG_PROB_WORDS = 1 + 2 * MAX_TOP_LOG_PROBS
 """int32 words of a position in a record: the token's log-probability, the most likely tokens, and
 their log-probabilities; floats as their bits."""
-PROMPT_LOG_PROB_WORDS = LOG_PROB_WORDS + 1
-"""A position of a prompt has its token's rank besides."""
+PROMPT_LOG_PROB_WORDS = LOG_PROB_WORDS + 2
+"""A position of a prompt has its token's rank besides, and the entropy of what it was chosen from,
+a float as its bits."""
 
 
 class Extras(NamedTuple):

@@ -86,7 +86,7 @@ class LiveRequest:
         ):  # fmt: skip
             of_tokens.clear()
         request.prompt_log_probs = request.prompt_top_n_logprobs = None
-        request.prompt_token_ranks = None
+        request.prompt_token_ranks = request.prompt_entropies = None
         start_log_probs(request)
         self.start_text()
         self.version = None

@@ -56,6 +56,7 @@ def start_log_probs(request: DynamicInferenceRequest) -> None:
     if params.wants_prompt_log_probs:
         request.prompt_log_probs = []
         request.prompt_token_ranks = []
+        request.prompt_entropies = []
         request.prompt_top_n_logprobs = [] if top else None
 
 
@@ -74,7 +75,7 @@ def add_generated(
 def add_of_prompt(
     request: DynamicInferenceRequest, first: int, words: Any, name: TokenName | None = None
 ) -> None:
-    """Append the log-probabilities and ranks of prompt tokens, ``words`` [tokens,
+    """Append the log-probabilities, ranks and entropies of prompt tokens, ``words`` [tokens,
     PROMPT_LOG_PROB_WORDS], of which the first has position ``first``.
 
     What has come before stays: a prompt computed again after an eviction adds nothing twice.
@@ -83,7 +84,8 @@ def add_of_prompt(
         IntegrityError: positions before ``first`` have not come.
     """
     known, ranks = request.prompt_log_probs, request.prompt_token_ranks
-    if known is None or ranks is None:
+    entropies = request.prompt_entropies
+    if known is None or ranks is None or entropies is None:
         return
     due = 1 + len(known)  # the first prompt token has none
     if first > due:
@@ -96,6 +98,7 @@ def add_of_prompt(
         each = read_log_probs(new, request.sampling_params.top_n_logprobs)
         _extend(known, request.prompt_top_n_logprobs, each, name)
         ranks += new.view(np.int32)[:, LOG_PROB_WORDS].tolist()
+        entropies += new.view(np.float32)[:, LOG_PROB_WORDS + 1].tolist()
 
 
 def _extend(

@@ -106,6 +106,7 @@ class Siblings:
             request.prompt_log_probs = self.first.prompt_log_probs
             request.prompt_top_n_logprobs = self.first.prompt_top_n_logprobs
             request.prompt_token_ranks = self.first.prompt_token_ranks
+            request.prompt_entropies = self.first.prompt_entropies
         if self._asked.n == len(self._requests):
             return self.first
         ranked = sorted(self._requests, key=_likelihood, reverse=True)[: self._asked.n]

@@ -1,0 +1,52 @@
+"""What an engine says of tokens that it was given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_async.errors import IntegrityError
+from megatron_async.request.request import DynamicInferenceRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """The model's distributions along a sequence. Entry i of each is about ``tokens[i + 1]``, which
+    stands behind the first i + 1.
+
+    Attributes:
+        tokens: as they were given.
+        log_probs: the model's, of each token but the first.
+        ranks: places of these tokens among all, from 1 for the most likely one.
+        entropies: of the distributions, in nats.
+        top: the most likely tokens with their log-probabilities, by token id, the most likely
+            first; empty without ``top_n``.
+        weight_version: of the weights that the last position is of; where new ones came meanwhile,
+            earlier positions may be of others.
+    """
+
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    ranks: tuple[int, ...]
+    entropies: tuple[float, ...]
+    top: tuple[dict[int, float], ...]
+    weight_version: int
+
+    @classmethod
+    def of(cls, request: DynamicInferenceRequest) -> Score:
+        """The score of a finished request's prompt, whose log-probabilities were asked for.
+
+        Raises:
+            IntegrityError: some are missing.
+        """
+        log_probs, ranks = request.prompt_log_probs, request.prompt_token_ranks
+        entropies, count = request.prompt_entropies, len(request.prompt_tokens) - 1
+        if any(each is None or len(each) != count for each in (log_probs, ranks, entropies)):
+            raise IntegrityError(f"request {request.request_id} lacks some of {count} scores")
+        return cls(
+            tokens=tuple(request.prompt_tokens),
+            log_probs=tuple(log_probs or ()),
+            ranks=tuple(ranks or ()),
+            entropies=tuple(entropies or ()),
+            top=tuple(request.prompt_top_n_logprobs or ()),
+            weight_version=request.weight_spans[0].version,
+        )
