@@ -25,6 +25,15 @@ LOG_PROBS_MODES: dict[str, str] = {
     mode: mode.removesuffix("_logprobs") for mode in get_args(LogprobsMode)
 }
 """``log_probs_mode`` by these words."""
+_NOT_FORCED = (
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "stop_words",
+    "structured_outputs",
+    "logits_processors",
+)
+"""Parameters that count the tokens of the output, or follow them, from its first one on."""
 LIMITING = (
     "structured_outputs",
     "logits_processors",
@@ -91,6 +100,10 @@ class SamplingParams:
             with all that have none.
         num_speculative_tokens: most drafts of a step; None takes the engine's, which is the most.
             It changes no token.
+        forced_token_ids: the first tokens of the output, which are not sampled: they are prefilled
+            behind the prompt, their log-probabilities are the model's, and none of them ends the
+            request. What follows is what would have followed had they been sampled. They come with
+            the first token behind them; None for none.
         logits_processors: functions of (token ids so far, logits [vocabulary]) that return logits;
             each of their steps is a barrier. A recorded run that used them cannot be replayed.
     """
@@ -126,6 +139,7 @@ class SamplingParams:
     num_speculative_tokens: int | None = None
     cache_salt: str | None = None
     structured_outputs: Any = None
+    forced_token_ids: Sequence[int] | None = None
     logits_processors: Sequence[Callable[..., Any]] | None = None
     # Fields of megatron-core's releases; docs/megatron.md says what becomes of each.
     return_prompt_top_n_logprobs: InitVar[bool] = False
@@ -364,8 +378,24 @@ def _check_together(params: SamplingParams) -> None:
         raise RequestError(
             f"best_of={params.best_of} must be at least n={params.n}, which are kept of them"
         )
+    if params.forced_token_ids:
+        _check_forced(params)
     if params.return_segments:
         raise RequestError("return_segments=True is not supported by this version; leave it out")
+
+
+def _check_forced(params: SamplingParams) -> None:
+    """Raises RequestError for what forced tokens do not go together with."""
+    asked: dict[str, Any] = {name: getattr(params, name) for name in _NOT_FORCED}
+    asked["n"] = params.num_sequences > 1 and params.num_sequences
+    if params.wants_log_probs and params.log_probs_mode != "raw":
+        asked["log_probs_mode"] = params.log_probs_mode
+    for name, value in asked.items():
+        if value:
+            raise RequestError(
+                f"forced_token_ids do not go together with {name}={checks.shown(value)}; leave one "
+                "of them out"
+            )
 
 
 _CHECKS: dict[str, checks.Check] = {
@@ -400,6 +430,7 @@ _CHECKS: dict[str, checks.Check] = {
     "num_speculative_tokens": checks.optional(checks.in_range("num_speculative_tokens")),
     "cache_salt": checks.optional(checks.salt),
     "structured_outputs": checks.structure,
+    "forced_token_ids": checks.sequence_of_tokens,
     "logits_processors": checks.callables,
 }
 """How each parameter is checked."""

@@ -163,7 +163,8 @@ class Run:
             while commands and commands[-1].endings <= number:
                 command = commands.pop().command
                 if isinstance(command, AddRequest):
-                    prompts[command.request_id] = command.tokens
+                    forced = len(command.params["forced_token_ids"] or ())
+                    prompts[command.request_id] = command.tokens[: len(command.tokens) - forced]
             found.append((prompts[ending.request_id], tuple(ending.tokens)))
         return found
 

@@ -131,6 +131,12 @@ def allowed_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
     return ids or None
 
 
+def sequence_of_tokens(name: str, value: Any) -> tuple[int, ...] | None:
+    """Token ids in their order; None for none."""
+    token_ids(name, value)
+    return None if not value else tuple(_token_id(name, token) for token in value)
+
+
 def _token_id(name: str, token: Any) -> int:
     number = as_integer(token)
     if number is None or not 0 <= number <= MAX_TOKEN_ID:

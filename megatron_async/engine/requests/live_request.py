@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_async.engine.requests.log_probs import start_log_probs
@@ -15,6 +16,7 @@ from megatron_async.request.request import (
     FinishReason,
     RequestFuture,
     Status,
+    TokenLogProbs,
 )
 from megatron_async.sampling_params import LIMITING
 from megatron_async.scheduler.events import Change
@@ -52,7 +54,8 @@ class LiveRequest:
     """
 
     __slots__ = (
-        "_tokenizer", "future", "last_time", "request", "started", "stop_ids", "text", "version"
+        "_tokenizer", "forced", "forced_log_probs", "future", "last_time", "request", "started",
+        "stop_ids", "text", "version",
     )  # fmt: skip
 
     text: RequestText
@@ -65,6 +68,10 @@ class LiveRequest:
         self.stop_ids = stop_ids
         self.version: int | None = None
         """The version of the weights that its newest token is from."""
+        self.forced: Sequence[int] = request.sampling_params.forced_token_ids or ()
+        """Tokens of the output that are forced and yet to be handed out."""
+        self.forced_log_probs: list[tuple[TokenLogProbs, int]] = []
+        """Those that are known, of the first of them, with the version of the weights."""
         self.started = self.last_time = time.perf_counter()
         self._tokenizer = tokenizer
         if request.sampling_params.stop_words:
@@ -90,6 +97,7 @@ class LiveRequest:
         start_log_probs(request)
         self.start_text()
         self.version = None
+        self.forced, self.forced_log_probs = request.sampling_params.forced_token_ids or (), []
         self.last_time = self.started
 
     def change(self, change: Change, cached: int, replayed: int, *, track_pauses: bool) -> None:

@@ -72,6 +72,34 @@ def add_generated(
     return each
 
 
+def add_forced(
+    request: DynamicInferenceRequest, each: list[TokenLogProbs], name: TokenName | None = None
+) -> None:
+    """Append the log-probabilities of forced tokens, which were prefilled, to those of generated
+    ones."""
+    if request.generated_log_probs is not None:
+        _extend(request.generated_log_probs, request.generated_top_n_logprobs, each, name)
+
+
+def of_forced(
+    request: DynamicInferenceRequest, known: int, first: int, words: Any
+) -> list[TokenLogProbs]:
+    """The log-probabilities of forced tokens, behind the ``known`` first of them, among ``words``
+    of prefilled tokens from position ``first`` on.
+
+    Raises:
+        IntegrityError: some in between have not come.
+    """
+    due = len(request.prompt_tokens) + known
+    if first > due:
+        raise IntegrityError(
+            f"request {request.request_id}: log-probabilities of position {first} have come before "
+            f"those of {due}"
+        )
+    new = words[due - first :]
+    return read_log_probs(new, request.sampling_params.top_n_logprobs) if len(new) else []
+
+
 def add_of_prompt(
     request: DynamicInferenceRequest, first: int, words: Any, name: TokenName | None = None
 ) -> None:
@@ -88,6 +116,8 @@ def add_of_prompt(
     if known is None or ranks is None or entropies is None:
         return
     due = 1 + len(known)  # the first prompt token has none
+    if due == len(request.prompt_tokens):
+        return  # what is prefilled behind them is forced
     if first > due:
         raise IntegrityError(
             f"request {request.request_id}: prompt log-probabilities of position {first} have come "

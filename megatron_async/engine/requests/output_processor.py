@@ -17,8 +17,10 @@ from megatron_async.engine.requests.host_ends import HostEnds
 from megatron_async.engine.requests.live_request import LiveRequest
 from megatron_async.engine.requests.log_probs import (
     TokenName,
+    add_forced,
     add_generated,
     add_of_prompt,
+    of_forced,
     start_log_probs,
 )
 from megatron_async.engine.requests.request_text import RequestText
@@ -223,6 +225,8 @@ class OutputProcessor:
             if key in discarded:
                 request.counters.discarded += 1
                 continue
+            if entry.forced:
+                self._hand_out_forced(entry, report, now)
             each = () if words is None else add_generated(request, words[: len(tokens)], name)
             if len(tokens) != 1:
                 self._start_window(entry, tokens, report, each)
@@ -271,7 +275,29 @@ class OutputProcessor:
     def _add_of_prompts(self, prompt_log_probs: Mapping[int, tuple[int, Any]]) -> None:
         for key, (first, words) in prompt_log_probs.items():
             if self.is_live(key):
-                add_of_prompt(self._entries[key].request, first, words, self._token_name)
+                entry = self._entries[key]
+                add_of_prompt(entry.request, first, words, self._token_name)
+                if entry.forced:
+                    known = entry.forced_log_probs
+                    new = of_forced(entry.request, len(known), first, words)
+                    known += [(each, self.weight_version) for each in new]
+
+    def _hand_out_forced(self, entry: LiveRequest, report: StepReport, now: float) -> None:
+        """The tokens that are forced, with the first that is not."""
+        request, forced, entry.forced = entry.request, entry.forced, ()
+        log_probs: Sequence[tuple[TokenLogProbs | None, int]] = entry.forced_log_probs
+        log_probs = log_probs or [(None, self.weight_version)] * len(forced)
+        add_forced(request, [each for each, _ in entry.forced_log_probs], self._token_name)
+        for index, (token, (own, version)) in enumerate(zip(forced, log_probs, strict=True)):
+            if entry.version != version:
+                entry.version = version
+                request.weight_spans.append(WeightSpan(index, version))
+            request.generated_tokens.append(token)
+            request.steps.append(report)
+            request.tpot.append(now - entry.last_time)
+            entry.last_time = now
+            text = self._push(entry.text, token)
+            self.outputs.append(TokenOutput(request.request_id, token, text, None, own))
 
     def _start_window(
         self,

@@ -276,10 +276,11 @@ def checked_id(request_id: object) -> int:
 
 
 def _record(command: AddRequest, params: SamplingParams, seed: int) -> DynamicInferenceRequest:
+    prompt = len(command.tokens) - len(params.forced_token_ids or ())
     return DynamicInferenceRequest(
         request_id=command.request_id,
         prompt=command.prompt,
-        prompt_tokens=TokenIds(command.tokens),
+        prompt_tokens=TokenIds(command.tokens[:prompt]),
         sampling_params=params,
         seed=seed,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -112,6 +112,9 @@ class RequestValidator:
             raise RequestError(f"priority={shown(priority)} must be an integer of at most {most:,}")
         text, tokens = self.tokens(prompt, params)
         max_new = self._max_new(len(tokens), params)
+        if params.forced_token_ids:
+            max_new -= self._check_forced(params.forced_token_ids, max_new)
+            tokens += params.forced_token_ids
         self._check_fits(len(tokens) + max_new)
         if self._tokenizer.tokenizer is None:
             _check_texts(params)
@@ -133,7 +136,7 @@ class RequestValidator:
             number,
             checked if sampled is params else CheckedParams.of(sampled),
             None if extras is NO_EXTRAS or extras == NO_EXTRAS else extras,
-            sampled.wants_log_probs and not sampled.skip_prompt_log_probs,
+            _prefill_has_log_probs(sampled),
         )
         return command, params
 
@@ -211,7 +214,8 @@ class RequestValidator:
         derived = {
             "values": request_values(params, _seed_in(command.values)) == command.values,
             "extras": extras == (NO_EXTRAS if command.extras is None else command.extras),
-            "prompt_log_probs": params.wants_prompt_log_probs == command.prompt_log_probs,
+            "prompt_log_probs": _prefill_has_log_probs(params) == command.prompt_log_probs,
+            "tokens": _ends_with(command.tokens, params.forced_token_ids or ()),
         }
         for name, agrees in derived.items():
             if not agrees:
@@ -322,6 +326,16 @@ class RequestValidator:
             ids = tuple(dict.fromkeys((*ids, *params.stop_token_ids)))
         return ids
 
+    def _check_forced(self, forced: Sequence[int], max_new: int) -> int:
+        """How many tokens are forced, of ``max_new``."""
+        check_vocabulary("forced_token_ids", forced, self._vocab_size)
+        if len(forced) >= max_new:
+            raise RequestError(
+                f"forced_token_ids has {len(forced)} tokens and the request may generate {max_new}:"
+                " raise num_tokens_to_generate, or give the engine all tokens to score()"
+            )
+        return len(forced)
+
     def _check_drafts(self, asked: int) -> None:
         most = self._limits.window - 1
         if asked > most:
@@ -348,6 +362,18 @@ def _values_of(prompt: torch.Tensor) -> list[int]:
     except (RuntimeError, NotImplementedError, TypeError) as error:  # a meta tensor, a sparse one
         raise RequestError(f"prompt is a tensor without values: {one_line(error)}") from None
     return values
+
+
+def _prefill_has_log_probs(params: SamplingParams) -> bool:
+    """Whether log-probabilities of prefilled tokens are wanted, of the prompt or of forced ones."""
+    return params.wants_log_probs and (
+        not params.skip_prompt_log_probs or bool(params.forced_token_ids)
+    )
+
+
+def _ends_with(tokens: Sequence[int], forced: Sequence[int]) -> bool:
+    prompt = len(tokens) - len(forced)
+    return prompt > 0 and tuple(tokens[prompt:]) == tuple(forced)
 
 
 def _seed_in(values: Values) -> int:
