@@ -91,6 +91,7 @@ class ExactNumerics:
         given |= given.get("kwargs", {})
         if given.get("inference_context") is not None or given.get("inference_params") is not None:
             return None
+        _check_stacked(self._network.model)
         token_ids, labels = given["input_ids"], given.get("labels")
         lengths = _lengths(token_ids, given.get("position_ids"), given.get("packed_seq_params"))
         logits = self._whole.logits(token_ids.flatten(), lengths).view(*token_ids.shape, -1)
@@ -119,6 +120,21 @@ def _check(model: Any) -> None:
             raise ConfigError(f"exact_numerics: {name}={getattr(config, name)} must be 0")
     if not (model.pre_process and model.post_process):
         raise ConfigError("exact_numerics: the model is one of several pipeline stages")
+
+
+def _check_stacked(model: torch.nn.Module) -> None:
+    """Raise where parameters of experts are no views any more of what is computed with."""
+    for module in model.modules():
+        stacked = vars(module).get("weights")  # of a layer of experts that was adapted
+        if stacked is None:
+            continue
+        storages = {x.untyped_storage().data_ptr() for x in stacked if x is not None}
+        experts: Any = module.experts
+        if any(p.untyped_storage().data_ptr() not in storages for p in experts.parameters()):
+            raise ConfigError(
+                "exact_numerics: parameters of experts were moved to other memory since; close it, "
+                "and call it again behind the optimizer or wrapper that moves them"
+            )
 
 
 def _lengths(token_ids: Tensor, position_ids: Tensor | None, packed: Any) -> list[int]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
 from megatron_async.errors import ConfigError
 from megatron_async.kernels.moe.settings import ExpertActivation
-from megatron_async.models.moe.layer import ExpertWeights, mixture
+from megatron_async.models.moe.layer import ExpertWeights, SharedExpertMLP, mixture
 from megatron_async.models.moe.settings import router_settings
 
 from megatron.core.activations import quick_gelu, squared_relu  # isort: skip
@@ -95,6 +95,8 @@ def adapt_experts(layer: Any) -> None:
     mlp.__class__ = AdaptedMoELayer
     mlp.settings = router_settings(mlp.config)
     mlp.activation = _activation(mlp.config)
+    if mlp.shared_experts is not None:
+        mlp.shared_experts.__class__ = SharedExpertMLP
     if not mlp.config.moe_latent_size:
         mlp.fc1_latent_proj = mlp.fc2_latent_proj = None
     fc1, fc2 = (_linears(mlp.experts, name) for name in ("linear_fc1", "linear_fc2"))

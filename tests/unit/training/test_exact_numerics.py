@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_async import megatron_compat as compat
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import ConfigError
 from megatron_async.kernels.attention import paged_decode
@@ -27,6 +28,7 @@ from megatron_async.sampling_params import SamplingParams
 from megatron_async.training import ExactNumerics, exact_numerics
 from tests.support.engines import config_at
 from tests.support.stock_model import stock_model
+from tests.unit.models import test_moe
 
 from megatron.core.fusions import fused_softmax  # isort: skip
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
@@ -64,6 +66,7 @@ CONFIGS = {
         num_moe_experts=4, moe_ffn_hidden_size=32,
     ),
 }  # fmt: skip
+STOCK = ("stock", "stock experts")
 START = [(5 * i) % 90 for i in range(21)]
 PROMPTS = [START, [*START, 40, 41], [50, 51, 52, 53] * 3, [*START[:12], 60], [7] * 33, [3, 4]]
 PROMPTS += [[*prompt, 8] for prompt in PROMPTS]
@@ -74,6 +77,9 @@ def model_of(name: str, dtype: torch.dtype, seed: int = 3, device: str = "cpu") 
     """A random model that says something."""
     if name == "stock":
         return stock_model(hidden_dropout=0.0, attention_dropout=0.0).to(device, dtype)
+    if name == "stock experts":
+        compat.ensure_parallel_state()
+        return test_moe.stock_model(test_moe.CONFIG).to(device, dtype)
     model = build_random_model(CONFIGS[name], device=torch.device("cpu"), dtype=dtype, seed=seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -112,7 +118,7 @@ def rollouts_of(
     ``update`` gives new weights after some steps, by how many there were."""
     config = config_at(
         depth, batch_invariant=True, block_size_tokens=4, block_count=36, prefill_chunk_tokens=16,
-        max_requests=5, max_sequence_length=100, **values,
+        max_requests=5, max_sequence_length=64, **values,
     )  # fmt: skip
     params = [
         SamplingParams(
@@ -155,13 +161,13 @@ def different(found: Tensor, batch: RolloutBatch, version: int = 0) -> int:
 @pytest.mark.parametrize("drafts", (0, 2))
 @pytest.mark.parametrize("depth", (0, 1, 2, 4))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-@pytest.mark.parametrize("name", (*CONFIGS, "stock"))
+@pytest.mark.parametrize("name", (*CONFIGS, *STOCK))
 def test_log_probs_are_those_of_rollouts(
     name: str, dtype: torch.dtype, depth: int, drafts: int, megatron_trains_on_a_cpu: None
 ) -> None:
     model = trained(model_of(name, dtype))
     served = model_of(name, dtype)
-    served = adapt_model(served) if name == "stock" else served
+    served = adapt_model(served) if name in STOCK else served
     rollouts, counters = rollouts_of(
         served, depth, num_speculative_tokens=drafts, speculative_method="ngram"
     )
@@ -178,13 +184,13 @@ def test_log_probs_are_those_of_rollouts(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("depth", (0, 2))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-@pytest.mark.parametrize("name", (*CONFIGS, "stock"))
+@pytest.mark.parametrize("name", (*CONFIGS, *STOCK))
 def test_log_probs_on_a_gpu_are_those_of_rollouts(
     name: str, dtype: torch.dtype, depth: int
 ) -> None:
     """In captured graphs, with drafts, evictions and chunks."""
     model, served = (model_of(name, dtype, device="cuda") for _ in range(2))
-    served = adapt_model(served) if name == "stock" else served
+    served = adapt_model(served) if name in STOCK else served
     rollouts, counters = rollouts_of(
         served, depth, device="cuda", num_speculative_tokens=2, speculative_method="ngram"
     )
@@ -367,6 +373,15 @@ def test_what_has_no_exact_values_is_refused() -> None:
     model.post_process = False
     with pytest.raises(ConfigError, match="one of several pipeline stages"):
         exact_numerics(model)
+
+
+def test_experts_whose_parameters_have_moved_are_refused(megatron_trains_on_a_cpu: None) -> None:
+    """What is computed with would have the old values."""
+    model = model_of("stock experts", torch.float32)
+    with exact_numerics(model), pytest.raises(ConfigError, match="were moved to other memory"):
+        weight = next(p for n, p in model.named_parameters() if ".experts." in n)
+        weight.data = weight.data.clone()
+        model(torch.arange(8)[None], torch.arange(8)[None], None)
 
 
 def test_the_model_itself_stays_as_it_is(megatron_trains_on_a_cpu: None) -> None:
