@@ -14,6 +14,7 @@ from megatron_async.models.adapt import unwrapped
 from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.training.log_probs import exact_log_probs
 from megatron_async.training.mirror import mirror
+from megatron_async.training.routing import choose, expert_layers
 from megatron_async.training.whole_sequences import WholeSequences
 
 MAX_TOKENS = 32768
@@ -28,9 +29,10 @@ def exact_numerics(
     log-probability of a token (:func:`~megatron_async.training.exact_log_probs`) is that of the
     rollout, whatever was decoded beside it, with drafts, prefix hits, evictions, at any depth.
 
-    Each forward of the model is its own, with its autograd graph, packing and recomputation of
-    activations. Its values are then replaced: the parameters run once more, without a graph, in the
-    engine's forward of prompts. So gradients go through the model's own activations.
+    First the parameters run without a graph, in the engine's forward of prompts. The model's own
+    forward, with its autograd graph, packing and recomputation of activations, then gets these
+    values. So gradients go through the model's own activations, and through the experts that the
+    engine chooses, if the layers of experts are this package's and are not recomputed.
 
     Args:
         model: one of this package, or a megatron-core ``GPTModel``, ``HybridModel`` or
@@ -70,11 +72,19 @@ class ExactNumerics:
             self._network, max_tokens=max_tokens, recurrent_state_dtype=recurrent_state_dtype
         )
         self._signature = inspect.signature(type(model).forward)
-        self._hook = model.register_forward_hook(self._replace, with_kwargs=True)
+        # Recomputed behind the forward, a layer would choose other experts than in it.
+        is_kept = getattr(model.config, "recompute_granularity", None) is None
+        self._layers = expert_layers(model) if is_kept else []
+        self._value: Tensor | None = None
+        self._hooks = (
+            model.register_forward_pre_hook(self._compute, with_kwargs=True),
+            model.register_forward_hook(self._replace, with_kwargs=True, always_call=True),
+        )
 
     def close(self) -> None:
         """The model has its own values again."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def __enter__(self) -> ExactNumerics:
         return self
@@ -86,16 +96,29 @@ class ExactNumerics:
         """:func:`exact_log_probs` over this model's vocabulary."""
         return exact_log_probs(logits, tokens, vocab_size=self.vocab_size, **options)
 
-    def _replace(self, model: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
+    def _compute(self, model: Any, args: Any, kwargs: Any) -> None:
+        """Before a forward: its values, and its experts."""
+        self._value = None
         given = self._signature.bind(model, *args, **kwargs).arguments
         given |= given.get("kwargs", {})
         if given.get("inference_context") is not None or given.get("inference_params") is not None:
-            return None
+            return
         _check_stacked(self._network.model)
         token_ids, labels = given["input_ids"], given.get("labels")
         lengths = _lengths(token_ids, given.get("position_ids"), given.get("packed_seq_params"))
-        logits = self._whole.logits(token_ids.flatten(), lengths).view(*token_ids.shape, -1)
-        value = logits if labels is None else -self.log_probs(logits, labels)
+        logits, experts = self._whole.logits(token_ids.flatten(), lengths)
+        logits = logits.view(*token_ids.shape, -1)
+        self._value = logits if labels is None else -self.log_probs(logits, labels)
+        # A model has the tokens of all rows at a position one behind the other.
+        shaped = [ids.view(*token_ids.shape, -1).transpose(0, 1).flatten(0, 1) for ids in experts]
+        choose(self._layers, shaped)
+
+    def _replace(self, model: Any, args: Any, kwargs: Any, output: Any) -> Tensor | None:
+        """Behind a forward, also one that failed."""
+        value, self._value = self._value, None
+        choose(self._layers, None)
+        if value is None or not isinstance(output, Tensor):
+            return None
         value = _share_of(value, output)
         replaced: Tensor = _Value.apply(output, value.to(output.dtype))  # type: ignore[no-untyped-call]
         return replaced

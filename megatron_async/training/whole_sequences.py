@@ -13,6 +13,7 @@ from megatron_async.runner.memory.forward_batch import ForwardBatch
 from megatron_async.runner.memory.kv_cache import KVCache
 from megatron_async.runner.memory.recurrent_states import StepStates
 from megatron_async.step.packet import padded_tokens
+from megatron_async.training.routing import expert_layers, noted_experts
 
 BLOCK_SIZE_TOKENS = 64
 
@@ -30,18 +31,22 @@ class WholeSequences:
         self, network: GPTNetwork, *, max_tokens: int, recurrent_state_dtype: str | None
     ) -> None:
         self._network = network
+        self._expert_layers = expert_layers(network.model)
         self._max_tokens = max_tokens
         self._recurrent_state_dtype = recurrent_state_dtype
 
     @torch.no_grad()
-    def logits(self, token_ids: Tensor, lengths: Sequence[int]) -> Tensor:
-        """``[T, vocab]`` of sequences that lie one behind the other in int64 ``[T]``."""
-        parts, first = [], 0
+    def logits(self, token_ids: Tensor, lengths: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+        """``[T, vocab]`` of sequences that lie one behind the other in int64 ``[T]``, and the
+        experts of each layer that has some, int32 ``[T, k]``."""
+        parts, experts, first = [], [], 0
         for group in _groups(lengths, self._max_tokens):
             end = first + sum(group)
-            parts.append(self._forward(token_ids[first:end], group))
+            with noted_experts(self._expert_layers) as noted:
+                parts.append(self._forward(token_ids[first:end], group))
+            experts.append([each[: end - first] for each in noted])
             first = end
-        return torch.cat(parts)
+        return torch.cat(parts), [torch.cat(of_layer) for of_layer in zip(*experts, strict=True)]
 
     def _forward(self, token_ids: Tensor, lengths: list[int]) -> Tensor:
         batch, device = self._batch(lengths), token_ids.device

@@ -47,6 +47,9 @@ class AdaptedMoELayer(MegatronMoELayer):  # type: ignore[misc]
     """megatron's layers around it hand the mask on, if the model is given one."""
     ranks = None
     """Its experts are whole in this process."""
+    chosen: Tensor | None = None
+    noted: list[Tensor] | None = None
+    """As those of ``MoELayer``; in training nobody reads the first."""
 
     def forward(
         self,

@@ -147,7 +147,12 @@ class MoELayer(MegatronModule):  # type: ignore[misc]
         settings, activation: what router and experts compute, as the kernels read it.
         ranks: those that have some of the experts each, or a share of each expert; None for one
             rank.
+        chosen: experts that the next forwards take, int32 ``[T, k]``; None chooses the best.
+        noted: where forwards leave the experts that they took, in the same form; None for nowhere.
     """
+
+    chosen: Tensor | None = None
+    noted: list[Tensor] | None = None
 
     def __init__(
         self, config: Any, model: ModelConfig, submodules: MLPSubmodules, **_: Any
@@ -202,7 +207,11 @@ def mixture(layer: Any, hidden_states: Tensor, padding_mask: Tensor | None) -> T
     live = None if padding_mask is None else ~padding_mask.t().reshape(-1)
     router, (w1, w2, b1, b2) = layer.router, layer.weights
     logits = router_logits(tokens, router.weight, router.bias)
-    routing = route(logits, layer.settings, expert_bias=router.expert_bias, live=live)
+    routing = route(
+        logits, layer.settings, expert_bias=router.expert_bias, live=live, chosen=layer.chosen
+    )
+    if layer.noted is not None:
+        layer.noted.append(routing.ids)
     ranks = layer.ranks
     if ranks is not None:
         routing = held_experts(routing, len(w1) * ranks.expert_rank, len(w1))

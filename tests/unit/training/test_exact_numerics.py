@@ -26,6 +26,7 @@ from megatron_async.request.rollouts import RolloutBatch, batch_of
 from megatron_async.runner.memory.cache_attention import CacheAttention
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.training import ExactNumerics, exact_numerics
+from megatron_async.training.routing import expert_layers, noted_experts
 from tests.support.engines import config_at
 from tests.support.stock_model import stock_model
 from tests.unit.models import test_moe
@@ -273,6 +274,33 @@ def test_any_batch_has_the_same_values(way: str, rolled_out: RolloutBatch) -> No
         found.sum().backward()
 
 
+def test_gradients_go_through_the_engines_experts(
+    rolled_out: RolloutBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At near-ties the model's own router chooses others, and does so again without it."""
+    model, tokens = trained(model_of("experts", torch.bfloat16)), rolled_out.tokens
+    arguments = tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None
+    layers, chosen = expert_layers(model), []
+
+    def ids() -> list[Tensor]:
+        with noted_experts(layers) as found:
+            model(*arguments)
+        return [each.view(-1, len(tokens), 2).transpose(0, 1) for each in found]
+
+    own = ids()
+    with exact_numerics(model, max_tokens=64) as exact:
+        logits = exact._whole.logits
+        monkeypatch.setattr(
+            exact._whole, "logits", lambda *a: chosen.append(logits(*a)) or chosen[-1]
+        )
+        forced = ids()
+        with pytest.raises(IndexError):
+            model(tokens + 200, *arguments[1:])
+    assert all(map(torch.equal, ids(), own)) and not all(map(torch.equal, forced, own))
+    for found, theirs in zip(forced, chosen[0][1], strict=True):
+        assert torch.equal(found.flatten(0, 1), theirs)
+
+
 def test_losses_and_gradients_are_the_models(rolled_out: RolloutBatch) -> None:
     """Within rounding: values that differ by as much go through the model's own activations."""
     model, tokens = trained(model_of("experts", torch.float32)), rolled_out.tokens
@@ -333,7 +361,7 @@ def _ordinary_softmax(patch: pytest.MonkeyPatch) -> None:
 
 
 def _ordinary_forward(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ExactNumerics, "_replace", lambda *_: None)
+    patch.setattr(ExactNumerics, "_compute", lambda *_: None)
 
 
 def _ordinary_activation(patch: pytest.MonkeyPatch) -> None:
@@ -393,8 +421,8 @@ def test_the_model_itself_stays_as_it_is(megatron_trains_on_a_cpu: None) -> None
     with exact_numerics(model) as exact:
         assert [(type(module), module.training) for module in model.modules()] == before
         assert vars(model.config) == config
-        logits = exact._whole.logits(tokens[0], [8])
+        logits = exact._whole.logits(tokens[0], [8])[0]
         model.decoder.final_layernorm.weight = torch.nn.Parameter(torch.zeros(64))
-        assert not torch.equal(exact._whole.logits(tokens[0], [8]), logits)
+        assert not torch.equal(exact._whole.logits(tokens[0], [8])[0], logits)
     model.eval()
     assert torch.equal(model(tokens, tokens, None), model(tokens, tokens, None))
