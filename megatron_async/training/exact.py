@@ -93,7 +93,16 @@ class ExactNumerics:
         self.close()
 
     def log_probs(self, logits: Tensor, tokens: Tensor, **options: Any) -> Tensor:
-        """:func:`exact_log_probs` over this model's vocabulary."""
+        """:func:`exact_log_probs` over this model's vocabulary.
+
+        Raises:
+            ConfigError: the logits are one tensor-parallel rank's columns.
+        """
+        if logits.shape[-1] < self.vocab_size:
+            raise ConfigError(
+                f"logits of {logits.shape[-1]} columns are one rank's share of {self.vocab_size}: "
+                "give the model labels, whose losses are exact, or gather the logits"
+            )
         return exact_log_probs(logits, tokens, vocab_size=self.vocab_size, **options)
 
     def _compute(self, model: Any, args: Any, kwargs: Any) -> None:

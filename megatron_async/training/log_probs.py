@@ -29,7 +29,8 @@ def exact_log_probs(
 
     Args:
         logits: ``[..., V]`` of any float dtype, over the whole vocabulary.
-        tokens: int64 ``[...]``.
+        tokens: int64 ``[...]``; for negative ones, such as -100 of padding, there is 0 and no
+            gradient.
         temperature, top_k, top_p: None gives those of the model (``raw_logprobs``); a temperature
             those of what was sampled from (``processed_logprobs``), 0 for greedy choices. Penalties
             and biases are not known here.
@@ -68,9 +69,11 @@ class _LogProbs(torch.autograd.Function):
         ctx.save_for_backward(logits, tokens)
         ctx.options = options
         if options is None:
-            return token_log_prob(logits, tokens)
-        factor, top_k, top_p = _columns(logits, options)
-        return processed_log_prob(logits.float(), factor, top_k, top_p, tokens)
+            found = token_log_prob(logits, tokens)
+        else:
+            factor, top_k, top_p = _columns(logits, options)
+            found = processed_log_prob(logits.float(), factor, top_k, top_p, tokens)
+        return found.masked_fill_(tokens < 0, 0.0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -103,5 +106,5 @@ def _gradient(x: Tensor, tokens: Tensor, grad: Tensor, options: Options | None) 
         x = x.masked_fill(x < threshold[:, None], -torch.inf)
         factor = 1.0 / options[0]
     found = -(x * factor).softmax(-1)
-    found.scatter_add_(1, tokens[:, None], torch.ones_like(found[:, :1]))
-    return found * (factor * grad)[:, None]
+    found.scatter_add_(1, tokens.clamp(min=0)[:, None], torch.ones_like(found[:, :1]))
+    return found * (factor * grad).masked_fill(tokens < 0, 0.0)[:, None]

@@ -34,7 +34,7 @@ def noted_experts(layers: Sequence[Any]) -> Iterator[list[Tensor]]:
 
 
 def choose(layers: Sequence[Any], experts: Sequence[Tensor] | None) -> None:
-    """Have each of ``layers`` take these experts, int32 ``[T, k]``, in its next forwards; None has
-    them choose again."""
+    """Have each of ``layers`` take these experts, int32 ``[T, k]``, in its next forwards with
+    gradients; None has them choose again."""
     for number, layer in enumerate(layers):
         layer.chosen = None if experts is None else experts[number]

@@ -147,7 +147,8 @@ class MoELayer(MegatronModule):  # type: ignore[misc]
         settings, activation: what router and experts compute, as the kernels read it.
         ranks: those that have some of the experts each, or a share of each expert; None for one
             rank.
-        chosen: experts that the next forwards take, int32 ``[T, k]``; None chooses the best.
+        chosen: experts that the next forwards with gradients take, int32 ``[T, k]``; None chooses
+            the best, and so does an engine that runs the layer in another thread.
         noted: where forwards leave the experts that they took, in the same form; None for nowhere.
     """
 
@@ -207,8 +208,9 @@ def mixture(layer: Any, hidden_states: Tensor, padding_mask: Tensor | None) -> T
     live = None if padding_mask is None else ~padding_mask.t().reshape(-1)
     router, (w1, w2, b1, b2) = layer.router, layer.weights
     logits = router_logits(tokens, router.weight, router.bias)
+    chosen = layer.chosen if torch.is_grad_enabled() else None
     routing = route(
-        logits, layer.settings, expert_bias=router.expert_bias, live=live, chosen=layer.chosen
+        logits, layer.settings, expert_bias=router.expert_bias, live=live, chosen=chosen
     )
     if layer.noted is not None:
         layer.noted.append(routing.ids)

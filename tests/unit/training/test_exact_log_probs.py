@@ -35,6 +35,15 @@ def test_log_probs_have_the_gradient_of_a_softmax(options: dict[str, Any]) -> No
     assert torch.allclose(logits.grad.double(), gradient, atol=1e-6)
 
 
+def test_padding_has_no_log_prob_and_no_gradient() -> None:
+    """NaN there would be the loss's, whatever it is multiplied with."""
+    logits = torch.randn(3, 5, requires_grad=True)
+    found = exact_log_probs(logits, torch.tensor([1, -100, 2]))
+    found.sum().backward()
+    assert found[1] == 0 and bool((found[[0, 2]] < 0).all())
+    assert logits.grad is not None and not logits.grad[1].any() and logits.grad[0].any()
+
+
 def test_what_log_probs_do_not_take_is_refused() -> None:
     logits, tokens = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
     for wrong, said in (

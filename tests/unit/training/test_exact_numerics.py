@@ -294,9 +294,12 @@ def test_gradients_go_through_the_engines_experts(
             exact._whole, "logits", lambda *a: chosen.append(logits(*a)) or chosen[-1]
         )
         forced = ids()
+        with torch.no_grad():
+            unforced = ids()
         with pytest.raises(IndexError):
             model(tokens + 200, *arguments[1:])
     assert all(map(torch.equal, ids(), own)) and not all(map(torch.equal, forced, own))
+    assert all(map(torch.equal, unforced, own))
     for found, theirs in zip(forced, chosen[0][1], strict=True):
         assert torch.equal(found.flatten(0, 1), theirs)
 

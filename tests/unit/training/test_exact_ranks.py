@@ -48,6 +48,7 @@ import sys
 import torch
 import torch.distributed as dist
 from megatron_async.checkpoint.load import load_pretrained
+from megatron_async.errors import ConfigError
 from megatron_async.training import exact_numerics
 from megatron.core import parallel_state
 
@@ -63,12 +64,17 @@ for dtype, batch in torch.load(folder + "/rollouts.pt", weights_only=True).items
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    with exact_numerics(model):
+    with exact_numerics(model) as exact:
         losses = model(tokens, positions, None, labels=tokens.roll(-1, dims=1))
         losses.sum().backward()
         found[dtype] = -losses.detach()
         logits = model(tokens, positions, None)
         assert logits.shape[-1] * 2 == model.vocab_size  # its share of the columns
+        try:
+            exact.log_probs(logits, tokens)
+            raise AssertionError
+        except ConfigError as error:
+            assert "one rank's share" in str(error), error
     assert all(p.grad is not None for n, p in model.named_parameters() if "mtp" not in n)
 torch.save(found, f"{folder}/found{rank}.pt")
 """
