@@ -71,7 +71,8 @@ class LiveRequest:
         self.forced: Sequence[int] = request.sampling_params.forced_token_ids or ()
         """Tokens of the output that are forced and yet to be handed out."""
         self.forced_log_probs: list[tuple[TokenLogProbs, int]] = []
-        """Those that are known, of the first of them, with the version of the weights."""
+        """Log-probabilities of the first of them, as far as they are known, each with the version
+        of its weights."""
         self.started = self.last_time = time.perf_counter()
         self._tokenizer = tokenizer
         if request.sampling_params.stop_words:

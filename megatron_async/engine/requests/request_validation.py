@@ -136,7 +136,8 @@ class RequestValidator:
             number,
             checked if sampled is params else CheckedParams.of(sampled),
             None if extras is NO_EXTRAS or extras == NO_EXTRAS else extras,
-            _prefill_has_log_probs(sampled),
+            sampled.wants_log_probs
+            and not (sampled.skip_prompt_log_probs and not sampled.forced_token_ids),
         )
         return command, params
 
@@ -214,7 +215,11 @@ class RequestValidator:
         derived = {
             "values": request_values(params, _seed_in(command.values)) == command.values,
             "extras": extras == (NO_EXTRAS if command.extras is None else command.extras),
-            "prompt_log_probs": _prefill_has_log_probs(params) == command.prompt_log_probs,
+            "prompt_log_probs": command.prompt_log_probs
+            == (
+                params.wants_prompt_log_probs
+                or bool(params.wants_log_probs and params.forced_token_ids)
+            ),
             "tokens": _ends_with(command.tokens, params.forced_token_ids or ()),
         }
         for name, agrees in derived.items():
@@ -362,13 +367,6 @@ def _values_of(prompt: torch.Tensor) -> list[int]:
     except (RuntimeError, NotImplementedError, TypeError) as error:  # a meta tensor, a sparse one
         raise RequestError(f"prompt is a tensor without values: {one_line(error)}") from None
     return values
-
-
-def _prefill_has_log_probs(params: SamplingParams) -> bool:
-    """Whether log-probabilities of prefilled tokens are wanted, of the prompt or of forced ones."""
-    return params.wants_log_probs and (
-        not params.skip_prompt_log_probs or bool(params.forced_token_ids)
-    )
 
 
 def _ends_with(tokens: Sequence[int], forced: Sequence[int]) -> bool:
