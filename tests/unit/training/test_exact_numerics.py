@@ -22,6 +22,7 @@ from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.description.latent_config import LatentAttention
 from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.models.served import ServedModel
+from megatron_async.request.request import Rollout
 from megatron_async.request.rollouts import RolloutBatch, batch_of
 from megatron_async.runner.memory.cache_attention import CacheAttention
 from megatron_async.sampling_params import SamplingParams
@@ -114,9 +115,9 @@ def trained(model: Any) -> Any:
 def rollouts_of(
     served: Any, depth: int, *, update: Callable[[int], dict[str, Tensor]] | None = None,
     sampled: dict[str, Any] | None = None, **values: Any,
-) -> tuple[list[Any], Any]:  # fmt: skip
-    """Rollouts of all prompts in a cache that is too small for them, and the engine's counters;
-    ``update`` gives new weights after some steps, by how many there were."""
+) -> list[Rollout]:  # fmt: skip
+    """Rollouts of all prompts in a cache that is too small for them, with evictions and prefixes
+    that were known; ``update`` gives new weights after some steps, by how many there were."""
     config = config_at(
         depth, batch_invariant=True, block_size_tokens=4, block_count=36, prefill_chunk_tokens=16,
         max_requests=5, max_sequence_length=64, **values,
@@ -139,8 +140,9 @@ def rollouts_of(
             if update is not None and steps % 12 == 0 and updates < 3:
                 updates += 1
                 engine.update_weights(update(updates))
-        counters = engine.counters
-        return [future.result().rollout() for future in futures], counters
+        requests = [future.result() for future in futures]
+        assert engine.counters.evictions and any(request.num_cached_tokens for request in requests)
+        return [request.rollout() for request in requests]
 
 
 def log_probs_of(exact: ExactNumerics, model: Any, tokens: Tensor, **options: Any) -> Tensor:
@@ -169,10 +171,7 @@ def test_log_probs_are_those_of_rollouts(
     model = trained(model_of(name, dtype))
     served = model_of(name, dtype)
     served = adapt_model(served) if name in STOCK else served
-    rollouts, counters = rollouts_of(
-        served, depth, num_speculative_tokens=drafts, speculative_method="ngram"
-    )
-    assert counters.evictions
+    rollouts = rollouts_of(served, depth, num_speculative_tokens=drafts, speculative_method="ngram")
     batch = batch_of(rollouts)
     with exact_numerics(model) as exact:
         found = log_probs_of(exact, model, batch.tokens)
@@ -192,10 +191,9 @@ def test_log_probs_on_a_gpu_are_those_of_rollouts(
     """In captured graphs, with drafts, evictions and chunks."""
     model, served = (model_of(name, dtype, device="cuda") for _ in range(2))
     served = adapt_model(served) if name in STOCK else served
-    rollouts, counters = rollouts_of(
+    rollouts = rollouts_of(
         served, depth, device="cuda", num_speculative_tokens=2, speculative_method="ngram"
     )
-    assert counters.evictions
     batch = batch_of(rollouts)
     with exact_numerics(trained(model)) as exact:
         found = log_probs_of(exact, model, batch.tokens)
@@ -207,7 +205,7 @@ def test_log_probs_on_a_gpu_are_those_of_rollouts(
 def test_each_weights_tokens_are_exact_beside_those_weights(name: str) -> None:
     """New weights came while requests ran, and what these had was computed again."""
     models = [model_of(name, torch.bfloat16, seed) for seed in range(4)]
-    rollouts, _ = rollouts_of(
+    rollouts = rollouts_of(
         model_of(name, torch.bfloat16, 0), 2, update=lambda number: models[number].state_dict()
     )
     batch = batch_of(rollouts)
@@ -224,7 +222,7 @@ def test_each_weights_tokens_are_exact_beside_those_weights(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def rolled_out() -> RolloutBatch:
-    return batch_of(rollouts_of(model_of("experts", torch.bfloat16), 1)[0])
+    return batch_of(rollouts_of(model_of("experts", torch.bfloat16), 1))
 
 
 @pytest.mark.parametrize(
@@ -234,7 +232,7 @@ def rolled_out() -> RolloutBatch:
 def test_processed_log_probs_are_those_of_rollouts(options: dict[str, Any]) -> None:
     model = trained(model_of("dense", torch.bfloat16))
     sampled = {**options, "log_probs_mode": "processed"}
-    rollouts, _ = rollouts_of(model_of("dense", torch.bfloat16), 1, sampled=sampled)
+    rollouts = rollouts_of(model_of("dense", torch.bfloat16), 1, sampled=sampled)
     batch = batch_of(rollouts)
     with exact_numerics(model) as exact:
         assert different(log_probs_of(exact, model, batch.tokens, **options), batch) == 0
