@@ -160,7 +160,7 @@ def different(found: Tensor, batch: RolloutBatch, version: int = 0) -> int:
     return int((found.detach() != batch.log_probs)[mask].sum())
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(of=16)
 @pytest.mark.parametrize("drafts", (0, 2))
 @pytest.mark.parametrize("depth", (0, 1, 2, 4))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
