@@ -18,7 +18,7 @@ from megatron_async.training.routing import choose, expert_layers
 from megatron_async.training.whole_sequences import WholeSequences
 
 MAX_TOKENS = 8192
-"""Of a forward: their keys and values are kept until its end."""
+"""Most tokens of a forward, whose keys and values are kept until its end."""
 
 
 def exact_numerics(
