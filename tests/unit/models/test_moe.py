@@ -382,7 +382,18 @@ def test_wrong_fields_are_named(changes: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("tensor", "expert", "config", "reason"),
     [
-        (2, 1, CONFIG, "set expert_model_parallel_size to 2 too"),
+        (
+            2,
+            1,
+            dataclasses.replace(CONFIG, moe_ffn_hidden_size=33),
+            "moe_ffn_hidden_size=33 does not divide by the tensor parallel size 2",
+        ),
+        (
+            2,
+            2,
+            dataclasses.replace(CONFIG, moe_shared_expert_intermediate_size=35),
+            "moe_shared_expert_intermediate_size=35 does not divide by the tensor parallel size",
+        ),
         (1, 3, CONFIG, "num_moe_experts=8 does not divide by expert_model_parallel_size=3"),
         (
             1,
@@ -398,5 +409,6 @@ def test_ranks_that_experts_cannot_be_divided_over_are_refused(
     name = "megatron.core.parallel_state.get_{}_model_parallel_world_size"
     monkeypatch.setattr(name.format("tensor"), lambda: tensor)
     monkeypatch.setattr(name.format("expert"), lambda: expert)
+    monkeypatch.setattr(name.format("pipeline"), lambda: 1)
     with pytest.raises(ConfigError, match=reason):
         transformer_config(config, torch.float32, "cpu")
