@@ -48,6 +48,12 @@ FAILED, a step of a suspended engine raises `EngineSuspendedError`, and lists of
 tokens are by text. `megatron_async.DynamicInferenceEngine`, the command line and the server raise
 `RequestError` instead, a step of a suspended engine does nothing, and the lists are by token id.
 
+**Ranks.** Under torchrun each process may have its share of a model that megatron-core has divided
+(tensor, pipeline, expert parallel; by `parallel_state` or a `pg_collection`). Each wraps it and
+builds an engine; all make the same calls and get the same records, or rank 0 alone makes them while
+the others are in `close()`: see [scaling](scaling.md#every-rank-a-process-of-yours) and
+`examples/megatron_ranks.py`.
+
 **Trainers** that ask the engine by `InferenceClient` [keep their calls](rl.md#megatrons-trainers).
 
 In the tables *since* is the first release of megatron-core that has a name ("main" for what none

@@ -34,12 +34,12 @@ class RankModel:
     """This rank's share of a model, and what the engines over it can give back.
 
     Args:
-        device: "cpu" or "cuda".
+        device: "cpu" or "cuda": the GPU of this process among those of its host; or which one.
         model: if it has been built already.
     """
 
-    def __init__(self, device: str, model: ServedModel | None = None) -> None:
-        self._device: torch.device = device_of_rank(device)
+    def __init__(self, device: str | torch.device, model: ServedModel | None = None) -> None:
+        self._device = device_of_rank(device) if isinstance(device, str) else device
         self._given = model
         self._memory: dict[int, Memory] = {}
 

@@ -149,6 +149,13 @@ def layout_of(model: ServedModel, config: EngineConfig) -> Layout:
     return found
 
 
+def check_suits(given: KVCache, model: ServedModel, spec: EngineSpec) -> None:
+    """Raises ConfigError unless a cache that another rank than 0 has made suits its share of a
+    model."""
+    described = ModelDescription.of(model.network, spec.config.recurrent_state_dtype)
+    _check_suits(given, described, spec.drafting)
+
+
 def _check_suits(given: KVCache, model: ModelDescription, drafting: Drafting) -> None:
     """Raises ConfigError unless a cache that was made before suits the model."""
     length, most = given.sizes.max_sequence_length, model.max_sequence_length

@@ -28,6 +28,8 @@ POISON = -0x5A5A5A5B
 """What consumed int32 buffers are filled with."""
 
 MAX_JITTER_SECONDS = 2e-4
+FAILED_SECONDS = 1.0
+"""For what a device runs to be over when it is closed after it has failed."""
 
 
 _Queue: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], None], str, int, int] | None]"
@@ -108,7 +110,9 @@ class CpuDevice:
         self.timeline = None
 
     def close(self) -> None:
-        _end(self._work, self._thread, self._over)
+        # Work of one that has failed may wait for another rank, which does not come.
+        seconds = None if self.failure is None else FAILED_SECONDS
+        _end(self._work, self._thread, self._over, seconds)
         self._end.detach()  # not before: a signal may interrupt the wait
         if self.failure is None:  # else a thread that waits now would wait for ever
             self.failure = EngineStoppedError("the device is closed; build a new engine")
@@ -172,11 +176,15 @@ def _run(queued: _Queue, device_of: weakref.ref[CpuDevice], over: threading.Even
         over.set()
 
 
-def _end(queued: _Queue, thread: threading.Thread, over: threading.Event) -> None:
+def _end(
+    queued: _Queue,
+    thread: threading.Thread,
+    over: threading.Event,
+    seconds: float | None = None,
+) -> None:
     queued.put(None)
-    if thread is not threading.current_thread():
-        # A join that a signal has interrupted takes the thread for ended (python/cpython#90882).
-        over.wait()
+    # A join that a signal has interrupted takes the thread for ended (python/cpython#90882).
+    if thread is not threading.current_thread() and over.wait(seconds):
         thread.join()
 
 

@@ -19,8 +19,10 @@ from megatron_async.errors import ConfigError, shown
 from megatron_async.megatron_api.inference_config import context_keywords
 from megatron_async.megatron_api.model import outside_inference_mode
 from megatron_async.megatron_api.names import check_keywords, no_attribute
+from megatron_async.megatron_api.spmd.place import keywords_of_rank
 from megatron_async.megatron_api.tables import CONTEXT, CONTEXT_ATTRIBUTES
 from megatron_async.models.description.kv_cache_spec import KVCacheSpec
+from megatron_async.ranks.replica import several
 from megatron_async.runner.cuda_graphs import row_buckets
 from megatron_async.runner.memory.cache_sizes import CacheSizes
 from megatron_async.runner.memory.forward_batch import ForwardBatch
@@ -100,11 +102,14 @@ class DynamicInferenceContext(ForwardBatch):
             raise ConfigError("model_config and inference_config belong together; give both")
         if model_config is not None:
             keywords = context_keywords(model_config, inference_config) | keywords
-        keywords = _of_latents(keywords)
+        keywords = _of_latents(keywords_of_rank(keywords))
         known = {name: keywords[name] for name in keywords if name not in _OWN}
         check_keywords("DynamicInferenceContext", CONTEXT, known)
         self._usage: Callable[[], Usage] = Usage
         self.inference_config = inference_config
+        self.pg_collection = keywords.get("pg_collection")
+        groups = several(self.pg_collection)
+        self.pipeline_parallel_group, self.expert_model_parallel_group = groups
         self.metrics_writer = keywords.get("metrics_writer")
         self.use_cuda_graphs_for_non_decode_steps = bool(
             keywords.get("use_cuda_graphs_for_non_decode_steps", True)
@@ -141,6 +146,12 @@ class DynamicInferenceContext(ForwardBatch):
         self.async_sched_compaction_step_count = 0
         self.use_flashinfer_fused_rope = False
         self.request_metadata_types = None
+
+    def limit_blocks(self, most: int) -> None:
+        """No more than ``most`` blocks are used: another rank has no more."""
+        super().limit_blocks(most)
+        self.block_count = most
+        self.block_allocator = self.kv_block_allocator = BlockAllocator(self)
 
     def serve(self, usage: Callable[[], Usage]) -> None:
         """The engine that has this context says what is in it."""

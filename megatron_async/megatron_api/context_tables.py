@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from megatron_async.megatron_api.names import Table, accepted, refused, works
 
-ONE_PROCESS = "one process holds the model: load the checkpoint with a parallel size of 1"
-NO_GROUPS = "one process holds the model, so process groups are not asked"
+GROUPS = "process groups of the ranks that share the model; None takes megatron-core's own"
 LATENTS = "elements of a latent and of the rotated key behind it, with cache_mla_latent"
 STATE_POOL = "recurrent state has a pool of its own, which the engine sizes"
 INNER = "part of megatron-core's own step; the engine has another one"
@@ -31,9 +30,9 @@ CONTEXT: Table = {
     "max_requests": works("most rows of a forward; None derives it from the number of blocks"),
     "max_tokens": works("most tokens of a forward; None leaves room for four prefill chunks"),
     "block_size_tokens": works("tokens of a block; the default is 64 here"),
-    "tensor_model_parallel_size": accepted(ONE_PROCESS, None, 1),
-    "pipeline_model_parallel_size": accepted(ONE_PROCESS, None, 1),
-    "pg_collection": accepted(NO_GROUPS),
+    "tensor_model_parallel_size": works("that of the process groups; divides the heads"),
+    "pipeline_model_parallel_size": works("that of the process groups; num_layers is a stage's"),
+    "pg_collection": works(GROUPS),
     "cache_mla_latent": works("always so for a model with multi-latent attention"),
     "kv_lora_rank": works(LATENTS),
     "qk_pos_emb_head_dim": works(LATENTS),
@@ -236,7 +235,8 @@ CONTEXT_ATTRIBUTES: Table = {
         accepted(STATIC),
     ),
     **dict.fromkeys(
-        ("expert_model_parallel_group", "pipeline_parallel_group"), refused(ONE_PROCESS)
+        ("expert_model_parallel_group", "pipeline_parallel_group"),
+        works("as the process groups; None of one rank"),
     ),
     "kv_reduced_dim": works("with cache_mla_latent; None without"),
     **dict.fromkeys(

@@ -36,6 +36,7 @@ from megatron_async.megatron_api.metrics import (
 from megatron_async.megatron_api.model import TextGenerationController, outside_inference_mode
 from megatron_async.megatron_api.names import no_attribute
 from megatron_async.megatron_api.sampling import own_params, own_params_of_all
+from megatron_async.megatron_api.spmd.place import engine_class
 from megatron_async.megatron_api.tables import ENGINE_ATTRIBUTES
 from megatron_async.models.served import ServedModel
 from megatron_async.ranks.group import RankGroup
@@ -67,7 +68,7 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
         track_paused_request_events, inference_logging_step_interval: as in :class:`EngineConfig`.
         enable_chunked_prefill: without it prompts are prefilled in one forward, as far as the
             context's ``max_tokens`` leaves room; None takes the ``InferenceConfig``'s, else True.
-        pg_collection: not read.
+        pg_collection: the context's, where it is None. The ranks are those of the wrapped model.
         config: scheduling, with the depth; None takes what the context's ``InferenceConfig`` says,
             or the depth that the environment's MEGATRON_ASYNC_DEPTH says. What is given here by
             name goes first.
@@ -77,6 +78,11 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
     Raises:
         ConfigError: two arguments contradict each other.
     """
+
+    disable_ep_consensus, ep_consensus_interval = False, 20
+
+    def __new__(cls, controller: TextGenerationController, *args: Any, **options: Any) -> Any:
+        return object.__new__(engine_class(cls, controller))
 
     def __init__(
         self,
@@ -216,17 +222,12 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
     ) -> tuple[list[DynamicInferenceRequest], list[DynamicInferenceRequest], float]:
         """One step: the requests that are active, those that ended, and its seconds."""
         warnings.warn("step_legacy() is deprecated; use step_modern()", DeprecationWarning, 2)
-        return self._step_of_requests()
+        return self.step()
 
     def step(
         self, sampling_params: Any = None
     ) -> tuple[list[DynamicInferenceRequest], list[DynamicInferenceRequest], float]:
         """The same as :meth:`step_legacy`, as in megatron-core."""
-        return self._step_of_requests()
-
-    def _step_of_requests(
-        self,
-    ) -> tuple[list[DynamicInferenceRequest], list[DynamicInferenceRequest], float]:
         result = self.step_modern()
         active = [self.get_request(request_id) for request_id in result["active_request_ids"]]
         return active, result["finished_request_records"], result["step_time"]

@@ -12,6 +12,7 @@ from megatron_async.megatron_api.context import DynamicInferenceContext
 from megatron_async.megatron_api.inference_config import EngineSettings
 from megatron_async.megatron_api.model import TextGenerationController
 from megatron_async.models.network import Network
+from megatron_async.ranks.replica import data_parallel_rank
 from megatron_async.runner.memory.cache_sizes import CacheSizes
 from megatron_async.runner.memory.forward_batch import ForwardBatch
 
@@ -49,7 +50,7 @@ def config_of(
         inference_logging_step_interval=settings.inference_logging_step_interval,
         num_speculative_tokens=settings.num_speculative_tokens,
         recurrent_state_dtype=settings.recurrent_state_dtype,
-        random_seed=0 if seed is None else seed,
+        random_seed=(seed or 0) + (data_parallel_rank() if settings.offsets_seed else 0),
     )
 
 

@@ -195,10 +195,11 @@ def context_keywords(model_config: Any, config: Any) -> dict[str, Any]:
     heads = getattr(model_config, "num_query_groups", None) or model_config.num_attention_heads
     predicting = getattr(model_config, "mtp_num_layers", None) or 0
     kinds = getattr(values["mamba_inference_state_config"], "layer_type_list", None)
-    attending = model_config.num_layers
+    attending = _layers_of_stage(model_config, values["pg_collection"])
     if kinds is not None:
         attending = attention_layers(kinds)
     keywords |= {
+        "pg_collection": values["pg_collection"],
         "params_dtype": model_config.params_dtype,
         "num_layers": attending + predicting,
         "kv_channels": model_config.kv_channels,
@@ -209,6 +210,18 @@ def context_keywords(model_config: Any, config: Any) -> dict[str, Any]:
         keywords |= {name: getattr(model_config, name) for name in names}
         keywords["cache_mla_latent"] = True
     return keywords
+
+
+def _layers_of_stage(model_config: Any, collection: Any) -> int:
+    """Decoder layers of this process."""
+    count: int = model_config.num_layers
+    if getattr(model_config, "pipeline_model_parallel_size", 1) == 1:
+        return count
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+    stage = None if collection is None else collection.pp.rank()
+    count = get_num_layers_to_build(model_config, pp_rank=stage)
+    return count
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +236,8 @@ class EngineSettings:
     num_speculative_tokens: int = 0
     log_probs_mode: str | None = None
     recurrent_state_dtype: str | None = None
+    offsets_seed: bool = False
+    """Each data-parallel replica has a seed of its own."""
     recomputes: bool = False
     """Running requests are computed again after the engine was suspended."""
 
@@ -253,5 +268,6 @@ def engine_settings(config: Any) -> EngineSettings:
         num_speculative_tokens=values["num_speculative_tokens"],
         log_probs_mode=LOG_PROBS_MODES[values["logprobs_mode"]],
         recurrent_state_dtype=_state_dtype(values.get("mamba_inference_state_config")),
+        offsets_seed=bool(values.get("offset_sampling_seed_by_dp_rank", True)),
         recomputes=values["kv_cache_management_mode"] == KVCacheManagementMode.RECOMPUTE.value,
     )

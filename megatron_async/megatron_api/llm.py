@@ -53,7 +53,7 @@ class _LLM:
         if config is not None:
             config = dataclasses.replace(config, max_requests=context.max_requests)
         self.engine = DynamicInferenceEngine(self.controller, context, config=config)
-        self.is_primary_rank = True
+        self.is_primary_rank = not use_coordinator or self.engine.rank == 0
         self._use_coordinator = use_coordinator
         self._ended = threading.Event()
         self._paused = self._suspended = False

@@ -68,7 +68,7 @@ INFERENCE_CONFIG: Table = {
     "sampling_backend": accepted(
         "tokens are sampled by kernels of this package; a warning names another than torch"
     ),
-    "offset_sampling_seed_by_dp_rank": accepted("one process holds the model"),
+    "offset_sampling_seed_by_dp_rank": works("replicas have seeds of their own"),
     "async_sched_mode": works(
         '"async" is depth 1, "legacy" depth 0; the tokens are the same. "async" is the default of '
         'ours, and of MegatronLLM without one, as in main; 0.19 has "legacy"'
@@ -77,8 +77,8 @@ INFERENCE_CONFIG: Table = {
     "use_synchronous_zmq_collectives": accepted(
         "engines do not wait for each other; a warning names it"
     ),
-    "disable_ep_consensus": accepted("one process holds the model"),
-    "ep_consensus_interval": accepted("one process holds the model"),
+    "disable_ep_consensus": accepted("rank 0 plans for all ranks of a model"),
+    "ep_consensus_interval": accepted("rank 0 plans for all ranks of a model"),
     "verbose": accepted("the log says what was built"),
 }
 """Fields of ``InferenceConfig``."""

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from megatron_async.errors import ConfigError
 from megatron_async.megatron_api.names import no_attribute
+from megatron_async.megatron_api.spmd.place import pg_collection_of, take_place
 from megatron_async.megatron_api.tables import CONTROLLER_ATTRIBUTES, WRAPPER_ATTRIBUTES
 from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.models.network import Network
 from megatron_async.models.served import ServedModel
+from megatron_async.ranks.replica import data_parallel_group
 
 from megatron.core.inference.contexts import BaseInferenceContext  # isort: skip
 
@@ -35,6 +37,8 @@ class GPTInferenceWrapper(GPTNetwork):
         inference_wrapper_config: not read; where a context stands in its place, that is the
             context, as in megatron-core's main branch.
         inference_context: of the engine that will serve the model.
+        pg_collection: the process groups of a model that is divided over ranks; None takes the
+            context's, the model's, or megatron-core's parallel state.
         batch_invariant, fused_decode: as of the class that this one is derived from.
 
     Raises:
@@ -53,13 +57,20 @@ class GPTInferenceWrapper(GPTNetwork):
     ) -> None:
         if inference_context is None and isinstance(inference_wrapper_config, BaseInferenceContext):
             inference_wrapper_config, inference_context = None, inference_wrapper_config
+        if pg_collection is None:
+            pg_collection = pg_collection_of(inference_context)
         with outside_inference_mode():
+            take_place(model, pg_collection)
             super().__init__(model, batch_invariant=batch_invariant, fused_decode=fused_decode)
         self.inference_context = inference_context
         self.inference_wrapper_config = inference_wrapper_config
-        self.model_is_pipeline_parallel = False
+        self.model_is_pipeline_parallel = self._has_stages
         self.sequence_parallel = False
-        self.tp_size = 1
+        place = self.parallel
+        self.tp_size = 1 if place is None else place.layout.tensor
+        self.tp_group = None if place is None else place.tensor_group
+        self.pp_group = None if place is None else place.pipeline_group
+        self.pipeline_communication_dtype = self.kv_cache_spec.dtype
 
     def forward(self, token_ids: Tensor, position_ids: Tensor, context: Any = None) -> Tensor:
         """Run the model once, over ``inference_context`` where no other is given."""
@@ -101,12 +112,18 @@ class TextGenerationController:
         self.inference_wrapped_model = inference_wrapped_model
         self.tokenizer = tokenizer
         self.pp_group = pp_group
-        self.model_is_pipeline_parallel = False
         self._is_taken = False
         network = inference_wrapped_model
         if not isinstance(network, Network):
             network = OtherNetwork(network)
+        place = network.parallel
+        self.model_is_pipeline_parallel = place is not None and place.layout.pipeline > 1
         self.served = ServedModel(network=network, tokenizer=tokenizer)
+
+    @property
+    def dp_group(self) -> Any:
+        """megatron-core's data-parallel group; None where there is none."""
+        return data_parallel_group()
 
     @classmethod
     def over(cls, served: ServedModel) -> TextGenerationController:

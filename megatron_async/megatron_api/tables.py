@@ -8,10 +8,9 @@ from __future__ import annotations
 from megatron_async.megatron_api.context_tables import (
     CONTEXT,
     CONTEXT_ATTRIBUTES,
+    GROUPS,
     INNER,
-    NO_GROUPS,
     NO_ZMQ,
-    ONE_PROCESS,
     STATE_POOL,
     STATIC,
     STEPS_OF_ITS_OWN,
@@ -26,9 +25,7 @@ __all__ = [
     "ENGINE",
     "ENGINE_ATTRIBUTES",
     "INNER",
-    "NO_GROUPS",
     "NO_ZMQ",
-    "ONE_PROCESS",
     "REQUEST",
     "SAMPLING_PARAMS",
     "STATE_POOL",
@@ -42,7 +39,7 @@ WRAPPER: Table = {
     "model": works("a GPTModel; Float16Module and DistributedDataParallel are taken off"),
     "inference_wrapper_config": accepted("the model's own configuration says all that is needed"),
     "inference_context": works("may also come second: (model, context)"),
-    "pg_collection": accepted(NO_GROUPS),
+    "pg_collection": works(GROUPS),
 }
 """Arguments of ``GPTInferenceWrapper``."""
 
@@ -51,11 +48,12 @@ WRAPPER_ATTRIBUTES: Table = {
     "inference_params": works("an older name of inference_context"),
     "inference_wrapper_config": works("as given"),
     "model": works("the GPTModel, adapted"),
-    "model_is_pipeline_parallel": accepted(ONE_PROCESS, False),
+    "model_is_pipeline_parallel": works("whether the model has several stages"),
     "prep_model_for_inference": accepted("the model is in evaluation mode already"),
     "sequence_parallel": works("False"),
-    "tp_size": works("1"),
-    **dict.fromkeys(("pp_group", "tp_group", "pipeline_communication_dtype"), refused(ONE_PROCESS)),
+    "tp_size": works("ranks that share each layer"),
+    **dict.fromkeys(("pp_group", "tp_group"), works("of the model's ranks; None of one rank")),
+    "pipeline_communication_dtype": works("the model's dtype"),
     **dict.fromkeys(
         (
             "dummy_forward",
@@ -75,7 +73,7 @@ WRAPPER_ATTRIBUTES: Table = {
 CONTROLLER: Table = {
     "inference_wrapped_model": works("a GPTInferenceWrapper, or the model itself"),
     "tokenizer": works("tokenize, detokenize, eod, bos; None where prompts are token ids"),
-    "pp_group": accepted(NO_GROUPS),
+    "pp_group": accepted("the wrapped model knows its stages"),
 }
 """Arguments of ``TextGenerationController``."""
 
@@ -86,7 +84,7 @@ CONTROLLER_ATTRIBUTES: Table = {
     "tokenize_prompt": works(""),
     "tokenizer": works(""),
     "detokenize": refused("use the tokenizer's; records have generated_text"),
-    "dp_group": refused(NO_GROUPS),
+    "dp_group": works("megatron-core's data-parallel group; None where there is none"),
     "model_config": refused("the model has one: inference_wrapped_model.model.config"),
     **dict.fromkeys(
         ("num_mtp_depths", "num_mtp_heads", "num_speculative_tokens"),
@@ -131,7 +129,7 @@ ENGINE: Table = {
         "False prefills a prompt in one forward, where max_tokens leaves room for it"
     ),
     "inference_logging_step_interval": works("steps between two lines of the log"),
-    "pg_collection": accepted(NO_GROUPS),
+    "pg_collection": works("an attribute; the ranks are those of the wrapped model"),
 }
 """Arguments of ``DynamicInferenceEngine``."""
 
@@ -214,7 +212,7 @@ ENGINE_ATTRIBUTES: Table = {
         refused(INNER),
     ),
     **dict.fromkeys(
-        ("disable_ep_consensus", "ep_consensus_interval"), refused("one process holds the model")
+        ("disable_ep_consensus", "ep_consensus_interval"), works("rank 0 plans for all: False, 20")
     ),
     **dict.fromkeys(
         (

@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.distributed import distributed_c10d
 
 from megatron_async.errors import ConfigError
 from megatron_async.megatron_compat.shims import apply
 from megatron_async.ranks.rendezvous.unix_group import BACKEND
+
+_made: Counter[str] = Counter()
+"""Groups that members have made, by their ranks."""
+
+
+def new_group_of_members(ranks: list[int]) -> Any:
+    """A group that ``ranks`` of ``torch.distributed`` make, and nobody else; None elsewhere.
+
+    torch would name it by the number of groups that each of them is in, which megatron-core's
+    groups let differ between them: they would wait for each other under different names.
+    """
+    key = "_".join(map(str, ranks))
+    _made[key] += 1
+    name = f"megatron_async_{key}_{_made[key]}"
+    with mock.patch.object(distributed_c10d, "_process_group_name", lambda *_, **__: name):
+        group = dist.new_group(ranks, use_local_synchronization=True)
+    return None if group is dist.GroupMember.NON_GROUP_MEMBER else group
 
 
 def ensure_parallel_state(tensor: int = 1) -> None:

@@ -9,11 +9,13 @@ import torch
 from megatron_async.errors import ConfigError
 from megatron_async.megatron_compat.classes import HYBRID_STACK
 from megatron_async.megatron_compat.specs import mtp_inner_layer, number_mtp_layers
+from megatron_async.models import parallel
 from megatron_async.models.build import attach_rotary
 from megatron_async.models.gpt import ADAPTED, GPTModel, Inference
 from megatron_async.models.layers.attention import PagedSelfAttention
 from megatron_async.models.layers.latent_attention import PagedLatentAttention
 from megatron_async.models.layers.rope import RotaryTable
+from megatron_async.models.layers.sharded_embedding import shard_embedding
 from megatron_async.models.mamba.adapt import adapt_mixer, check_mixer, is_mamba_layer
 from megatron_async.models.moe.adapt import adapt_experts, check_experts
 
@@ -29,8 +31,6 @@ _REQUIRED: tuple[tuple[str, Any, str], ...] = (
     ("rotary_interleaved", False, "permute the query and key weights to half-split pairs"),
     ("flash_decode", False, "set it to False: the context attends by itself"),
     ("context_parallel_size", 1, "load the model without context parallelism"),
-    ("sequence_parallel", False, "load the model without sequence parallelism"),
-    ("pipeline_model_parallel_size", 1, "load the model without pipeline parallelism"),
     ("fp8", None, "load the model in bfloat16"),
 )
 _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
@@ -85,6 +85,8 @@ def adapt_model(model: Any) -> GPTModel:
             adapt_experts(layer)
     if hasattr(model.decoder, "final_norm"):  # of a hybrid stack
         model.decoder.__class__ = AdaptedHybridStack
+    if model.pre_process or model.mtp_process:
+        shard_embedding(model.embedding)
     _attach_own_rotary(model, attending)
     for layer in attending:
         _limit(layer.self_attention, model.config)
@@ -118,6 +120,7 @@ def _checked_layers(model: Any) -> list[Any]:
             "load_pretrained"
         )
     _check_config(model.config)
+    _check_stages(model)
     if model.position_embedding_type not in ("rope", "learned_absolute", "none"):
         raise ConfigError(
             f"position_embedding_type={model.position_embedding_type!r} is not supported: "
@@ -155,6 +158,25 @@ def _layers_of_mtp(inner: Any) -> list[Any]:
             "no Mamba layer: build the model without '/' in its pattern, or with one such as '/*-'"
         )
     return layers
+
+
+def _check_stages(model: Any) -> None:
+    place, config = parallel.current(), model.config
+    stages = 1 if place is None else place.layout.pipeline
+    size = config.pipeline_model_parallel_size
+    if size not in (1, stages):
+        raise ConfigError(
+            f"model config pipeline_model_parallel_size={size} is not supported: load the model "
+            "without pipeline parallelism, or in processes whose pipeline groups have that size"
+        )
+    if stages == 1:
+        return
+    for name, has in (
+        ("a hybrid model", hasattr(model.decoder, "layer_type_list")),
+        ("a model with multi_latent_attention", config.multi_latent_attention),
+    ):
+        if has:
+            raise ConfigError(f"{name} has no stages: load it without pipeline parallelism")
 
 
 def _check_unsplit(config: Any) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,6 +71,11 @@ class GPTNetwork(Network):
         width: int = self.model.vocab_size
         self.vocab_size = self.model.token_count or width
         self.parallel = parallel.current()
+        self._whole_sequences: AbstractContextManager[None] | None = None
+        if getattr(self.model.config, "sequence_parallel", False):
+            from megatron_async.models.sequence_parallel import without_sequence_parallel
+
+            self._whole_sequences = without_sequence_parallel(self.model)
         self._has_stages = self.parallel is not None and self.parallel.layout.pipeline > 1
         ranks = 1 if self.parallel is None else self.parallel.layout.tensor
         self.logits_width: int = width // ranks
@@ -297,11 +302,16 @@ class GPTNetwork(Network):
 
     def numerics(self) -> AbstractContextManager[None]:
         """The scope in which all of the model's Python must run, MTP layers included."""
-        if not self.batch_invariant:
-            return nullcontext()
-        from megatron_async.kernels.gemm.batch_invariant import batch_invariant_mode
+        scopes: list[AbstractContextManager[None]] = []
+        if self._whole_sequences is not None:
+            scopes.append(self._whole_sequences)
+        if self.batch_invariant:
+            from megatron_async.kernels.gemm.batch_invariant import batch_invariant_mode
 
-        return batch_invariant_mode()
+            scopes.append(batch_invariant_mode())
+        if len(scopes) < 2:
+            return scopes[0] if scopes else nullcontext()
+        return _all_of(scopes)
 
     @property
     def weights_owner(self) -> GPTModel:
@@ -324,6 +334,14 @@ class GPTNetwork(Network):
         )
 
     __call__ = forward
+
+
+@contextmanager
+def _all_of(scopes: list[AbstractContextManager[None]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for scope in scopes:
+            stack.enter_context(scope)
+        yield
 
 
 def _attention_window(model: GPTModel) -> int | None:

@@ -7,8 +7,8 @@ out has the same bits on each rank that gets it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,24 +50,53 @@ class VocabularyColumns:
         return self._best_of_all(packed, self.first_id)
 
 
+class GivenGroups(NamedTuple):
+    """Process groups of a model that its user has divided over ranks.
+
+    Args:
+        ranks: of torch.distributed, in the order of the layout: others may have other replicas.
+        tensor, pipeline, expert: the groups that this process is in.
+    """
+
+    ranks: tuple[int, ...]
+    tensor: Any
+    pipeline: Any
+    expert: Any
+
+
 class ModelParallel:
     """A rank's groups. To be made by all ranks, at the same time.
 
     Args:
         layout: a :class:`~megatron_async.ranks.layout.Layout` of several ranks.
-        rank: this process's.
+        rank: this process's, in the layout.
         device: this rank's.
+        given: the user's groups; None takes megatron-core's, of which all processes are ranks.
 
     Attributes:
+        is_given: the groups are the user's, and so are torch.distributed and the model.
+        ranks: of torch.distributed, in the order of the layout.
+        leader: rank 0 of the layout, as torch.distributed numbers it.
+        everyone: the group of all ranks of the layout; None is torch.distributed's own.
         tensor_words: of the ranks that share layers, see ``kernels/ranks/peer_memory.py``.
         expert_words: of those that have some experts each, or a share of each.
         expert_rank: this process's among those that have some experts each.
         expert_tensor_rank: its place among those that have a share of each.
     """
 
-    def __init__(self, layout: Any, rank: int, device: torch.device = _CPU) -> None:
-        from megatron.core import parallel_state
-
+    def __init__(
+        self,
+        layout: Any,
+        rank: int,
+        device: torch.device = _CPU,
+        *,
+        given: GivenGroups | None = None,
+    ) -> None:
+        self.is_given = given is not None
+        if given is None:
+            given = _own_groups(layout)
+        self.ranks: tuple[int, ...] = given.ranks
+        self.leader: int = self.ranks[0]
         self.layout = layout
         self.rank = rank
         self.stage: int = layout.stage(rank)
@@ -75,15 +104,14 @@ class ModelParallel:
         self.is_first: bool = self.stage == 0
         self.is_last: bool = self.stage == layout.pipeline - 1
         self._samples = rank in layout.sampling_ranks
-        self._tensor = parallel_state.get_tensor_model_parallel_group()
-        self._experts = self._tensor
-        if layout.expert > 1:
-            self._experts = parallel_state.get_expert_model_parallel_group()
-        self.expert_rank: int = parallel_state.get_expert_model_parallel_rank()
+        self._tensor, self._pipeline = given.tensor, given.pipeline
+        """The latter for hidden states alone: NCCL runs what one communicator does one after the
+        other."""
+        self._experts = self._tensor if layout.expert == 1 else given.expert
+        self.expert_rank: int = 0 if layout.expert == 1 else dist.get_rank(self._experts)
         self.expert_tensor_rank: int = self.tensor_rank if layout.expert == 1 else 0
-        self._pipeline = parallel_state.get_pipeline_model_parallel_group()
-        """For hidden states alone: NCCL runs what one communicator does one after the other."""
-        self._source: int = layout.sampling_ranks[self.tensor_rank]
+        self._source: int = self.ranks[layout.sampling_ranks[self.tensor_rank]]
+        self.everyone = self._group(range(layout.world_size)) if self.is_given else None
         self._listeners = self._group_of(layout.listeners)
         self._copies = self._group_of(layout.copies)
         # A group of their own: what is broadcast to the listeners may overtake these messages.
@@ -106,13 +134,41 @@ class ModelParallel:
         if layout.expert not in (1, layout.tensor):
             self.expert_words = peer_memory.open_words(self._experts, device)
 
+    @property
+    def tensor_group(self) -> Any:
+        """The ranks that share each layer with this one."""
+        return self._tensor
+
+    @property
+    def pipeline_group(self) -> Any:
+        """The ranks in this one's place in all stages."""
+        return self._pipeline
+
+    def is_of(self, layout: Any, ranks: tuple[int, ...]) -> bool:
+        """The groups are those of ``ranks`` of torch.distributed, in that layout."""
+        return bool(self.layout == layout) and self.ranks == ranks
+
+    def _group(self, members: Iterable[int]) -> Any:
+        """A group of ranks of the layout. Where others have other replicas, its members make it."""
+        ranks = [self.ranks[member] for member in members]
+        if not self.is_given:
+            return dist.new_group(ranks)
+        from megatron_async.megatron_compat.process_groups import new_group_of_members
+
+        return new_group_of_members(ranks)
+
+    def _neighbour(self, stages: int) -> int:
+        """The rank in this one's place ``stages`` stages further, as torch numbers it."""
+        neighbour: int = self.ranks[self.layout.neighbour(self.rank, stages)]
+        return neighbour
+
     def _group_of(self, members: Callable[[int], tuple[int, ...]]) -> Any:
         """The group of those of this tensor-parallel rank; None for one. Each rank must make all
         groups."""
         own = None
         for tensor_rank in range(self.layout.tensor):
             ranks = members(tensor_rank)
-            made = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+            made = self._group(ranks) if len(ranks) > 1 else None
             if tensor_rank == self.tensor_rank:
                 own = made
         return own
@@ -168,13 +224,12 @@ class ModelParallel:
 
     def receive_(self, hidden: Tensor) -> Tensor:
         """Fill ``hidden`` with what the stage before has put out."""
-        dist.recv(hidden, src=self.layout.neighbour(self.rank, -1), group=self._pipeline)
+        dist.recv(hidden, src=self._neighbour(-1), group=self._pipeline)
         return hidden
 
     def send(self, hidden: Tensor) -> None:
         """Hand hidden states to the next stage."""
-        to = self.layout.neighbour(self.rank, 1)
-        dist.send(hidden.contiguous(), dst=to, group=self._pipeline)
+        dist.send(hidden.contiguous(), dst=self._neighbour(1), group=self._pipeline)
 
     def share_from_first_stage_(self, weight: Callable[[], Tensor]) -> None:
         """Give the last stage's weight the values of the first stage's."""
@@ -182,9 +237,9 @@ class ModelParallel:
         if layout.pipeline == 1 or not (self.is_first or self.is_last):
             return
         if self.is_first:
-            dist.send(weight().detach(), dst=layout.neighbour(self.rank, layout.pipeline - 1))
+            dist.send(weight().detach(), dst=self._neighbour(layout.pipeline - 1))
         else:
-            dist.recv(weight().detach(), src=layout.neighbour(self.rank, 1 - layout.pipeline))
+            dist.recv(weight().detach(), src=self._neighbour(1 - layout.pipeline))
 
     def tell_stages(self, sampled: Tensor) -> None:
         """Hand what the last stage has sampled to the others, which take it when they need it: this
@@ -195,7 +250,7 @@ class ModelParallel:
             self._mail.post(sampled)
             return
         for rank in self._told:
-            work = dist.isend(sampled, dst=rank, group=self._messages)
+            work = dist.isend(sampled, dst=self.ranks[rank], group=self._messages)
             self._sends.append((work, sampled))
         # The hidden states that were sampled here came behind all but the last of these.
         while len(self._sends) > len(self._told) * self.layout.pipeline:
@@ -279,6 +334,18 @@ class ModelParallel:
         if group is not None:
             dist.broadcast(x, src=self._source, group=group)
         return x
+
+
+def _own_groups(layout: Any) -> GivenGroups:
+    """megatron-core's, of a group whose ranks are all processes."""
+    from megatron.core import parallel_state
+
+    return GivenGroups(
+        tuple(range(layout.world_size)),
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_expert_model_parallel_group(),
+    )
 
 
 _current: ModelParallel | None = None

@@ -47,25 +47,38 @@ class Call(Connection):
 
     def hang_up(self) -> None:
         """Close, also where another thread waits to send."""
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.fileno())) as own:
-            own.shutdown(socket.SHUT_RDWR)
+        self.shut_down()
         with self._sending:
             self.close()
+
+    def shut_down(self) -> None:
+        """Have both ends read that there is no more. The thread that reads here closes it."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.fileno())) as own:
+            own.shutdown(socket.SHUT_RDWR)
 
     def _sealed(self, data: bytes) -> bytes:
         """A message as it is sent, in the order of sending."""
         return data
 
 
-def listen(call: Call, take: Callable[[bytes], None], name: str) -> None:
-    """Call ``take`` with each message, in a thread of that name, and end this process when the
-    other one is gone."""
+def _end_process() -> None:
+    os._exit(EXIT_ORPHAN)
+
+
+def listen(
+    call: Call,
+    take: Callable[[bytes], None],
+    name: str,
+    lost: Callable[[], object] = _end_process,
+) -> None:
+    """Call ``take`` with each message, in a thread of that name, and ``lost`` when the other
+    process is gone: unless it says otherwise, this process ends then."""
 
     def run() -> None:
         try:
             while True:
                 take(call.recv_bytes())
         except (EOFError, OSError):
-            os._exit(EXIT_ORPHAN)
+            lost()
 
     threading.Thread(target=run, name=name, daemon=True).start()

@@ -147,6 +147,7 @@ class RingReceiver:
         place: which of the ``followers`` this is.
         wakes: set by the thread that hears that there is something to read.
         spin_seconds: for how long to look again and again before it sleeps.
+        sleep: waits for ``wakes``; what it raises ends the wait. None waits as long as it takes.
 
     Raises:
         IntegrityError: it is no memory of this user's alone, or not of a size that rings have.
@@ -159,6 +160,7 @@ class RingReceiver:
         followers: int,
         wakes: threading.Event,
         spin_seconds: float,
+        sleep: Callable[[], object] | None = None,
     ) -> None:
         try:
             found = os.fstat(ring)
@@ -173,6 +175,7 @@ class RingReceiver:
         self._place = place
         self._at = 0
         self._wakes = wakes
+        self._sleep = sleep or wakes.wait
         self._spin_seconds = spin_seconds
 
     def receive(self) -> bytes:
@@ -197,7 +200,7 @@ class RingReceiver:
             ring.asleep[self._place] = 1
             ring.fence()
             if int(ring.written[0]) == self._at:
-                self._wakes.wait()
+                self._sleep()
         ring.asleep[self._place] = 0
         ring.fence()
 

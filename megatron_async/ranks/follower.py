@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -27,6 +29,8 @@ from megatron_async.runner.model_runner import ModelRunner
 SPIN_SECONDS = {"cpu": 0.0002, "cuda": 0.02}
 """For how long a follower looks for the next message before it sleeps: longer than a step on a
 GPU, where each rank has cores to spare."""
+CHECK_SECONDS = 0.2
+"""Between two looks whether there is anything to wait for."""
 
 
 class Model(Protocol):
@@ -52,21 +56,43 @@ class Group:
 
     Args:
         ring: a descriptor of the memory of a ring; None takes messages from the line.
+        check: called now and then while there is no message; what it raises ends the wait.
     """
 
     def __init__(
-        self, rank: int, line: Line, ring: int | None, followers: int, spin_seconds: float
+        self,
+        rank: int,
+        line: Line,
+        ring: int | None,
+        followers: int,
+        spin_seconds: float,
+        check: Callable[[], None] | None = None,
     ) -> None:
         self.rank = rank
         self._line = line
+        self._check = check
         self._ring: Receiver | None = None
         if ring is not None:
-            self._ring = RingReceiver(ring, rank - 1, followers, line.wakes, spin_seconds)
+            sleep = None if check is None else self._sleep
+            self._ring = RingReceiver(ring, rank - 1, followers, line.wakes, spin_seconds, sleep)
 
     def receive(self) -> Message:
         """The next message; waits for it."""
         ring = self._ring
-        return MESSAGES.decode(self._line.messages.get() if ring is None else ring.receive())
+        return MESSAGES.decode(self._from_line() if ring is None else ring.receive())
+
+    def _sleep(self) -> None:
+        assert self._check is not None
+        self._line.wakes.wait(CHECK_SECONDS)
+        self._check()
+
+    def _from_line(self) -> bytes:
+        if self._check is None:
+            return self._line.messages.get()
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._line.messages.get(timeout=CHECK_SECONDS)
+            self._check()
 
     def answer(self, answer: Answer) -> None:
         """Say that the last message is done, or why it cannot be."""
@@ -128,14 +154,18 @@ class Follower:
     def run(self) -> None:
         """Follow until rank 0 ends the group."""
         while not isinstance(message := self._receive(), messages.Stop):
-            if not message.is_answered:
-                self._step(message)
-                continue
-            try:
-                answer = self._prepare(message) or Done()
-            except MegatronAsyncError as refused:
-                answer = Done(type(refused).__name__, str(refused))
-            self._group.answer(answer)
+            self.do(message)
+
+    def do(self, message: Message) -> None:
+        """Do what a message says, and answer it where rank 0 waits for that."""
+        if not message.is_answered:
+            self._step(message)
+            return
+        try:
+            answer = self._prepare(message) or Done()
+        except MegatronAsyncError as refused:
+            answer = Done(type(refused).__name__, str(refused))
+        self._group.answer(answer)
 
     def _receive(self) -> Message:
         if self._recorder is None:
@@ -177,6 +207,11 @@ class Follower:
             case messages.WakeUp():
                 self._model.wake_up(message)
         return None
+
+    def fail(self, error: BaseException) -> None:
+        """End waits for the devices of engines that rank 0 has not released."""
+        for device, _ in self._engines.values():
+            device.fail(error)
 
     def _synchronize(self) -> None:
         for device, _ in self._engines.values():

@@ -14,12 +14,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_async.errors import (
-    ConfigError,
-    MegatronAsyncError,
-    RankDiedError,
-    error_named,
-)
+from megatron_async.errors import ConfigError, MegatronAsyncError, RankDiedError
 from megatron_async.models import parallel
 from megatron_async.models.parallel import ModelParallel
 from megatron_async.processes.call import Call
@@ -57,6 +52,7 @@ class RankGroup:
         processes: those that this process has started, by rank.
         timeout_seconds: of silence after which a rank is taken for dead; 0 is never.
         folder: that ranks of one host share, which is removed with the group; None over hosts.
+        place: rank 0's own, in groups of the user's, which outlive this one; None: :meth:`join`.
 
     Attributes:
         parallel: rank 0's own place, once :meth:`join` is over.
@@ -75,6 +71,7 @@ class RankGroup:
         processes: Mapping[int, Child],
         timeout_seconds: float,
         folder: str | None = None,
+        place: ModelParallel | None = None,
     ) -> None:
         self.layout = layout
         self.failure: RankDiedError | None = None
@@ -84,7 +81,9 @@ class RankGroup:
         self._processes = processes
         self._sending = threading.Lock()
         self._answers: queue.SimpleQueue[tuple[int, Answer, int]] = queue.SimpleQueue()
-        self._joined = self._closed = False
+        self._joined, self._closed = place is not None, False
+        if place is not None:
+            self.parallel = place
         self._engines = 0
         self._steps_of: int | None = None
         self._asked = 0
@@ -95,8 +94,11 @@ class RankGroup:
         self._over = threading.Event()
         # Finalizers run in the reverse order: the others are gone by then.
         self._abandon = weakref.finalize(self, _abandon_on_gpus)
+        self._owns_gpus = place is None and _has_gpus()
+        if place is not None:
+            self._abandon.detach()
         self._end = weakref.finalize(
-            self, _end_all, list(processes.values()), list(calls.values()), sender
+            self, _end_all, list(processes.values()), list(calls.values()), sender, place is None
         )
         self.is_on_one_host = folder is not None
         self._tidy_up = weakref.finalize(self, remove_folder, folder)
@@ -209,7 +211,7 @@ class RankGroup:
             rank, said, time_ns = self._answer()
             found[rank] = said, time_ns
             if isinstance(said, Done):
-                failed = _error_of(rank, said) or failed
+                failed = said.as_error(rank) or failed
         if failed is not None:
             raise failed
         return found
@@ -278,11 +280,17 @@ class RankGroup:
             if isinstance(said, Failed):
                 self._died(rank, said.reason)
                 return False
+            if not isinstance(said, Answer):
+                self._heard(rank, said)
+                continue
             self._answered[rank] += 1
             self._answers.put((rank, said, time.perf_counter_ns()))
         if not ready and not self._heartbeats.wait_seconds(time.monotonic()):
             return self._ask_all()
-        return not self._closed
+        return not self._closed and self.failure is None
+
+    def _heard(self, rank: int, said: object) -> None:
+        """Take what processes of the user's say beyond answers."""
 
     def _ask_all(self) -> bool:
         self._heartbeats.begin(time.monotonic())
@@ -302,12 +310,12 @@ class RankGroup:
         )
 
     def _died(self, rank: int, reason: str | None) -> None:
-        if self._closed:
+        if self._closed or self.failure is not None:
             return
         how = reason or how_ended(self._processes.get(rank))
         self.failure = RankDiedError(f"rank {rank} of the model {how}")
         self._over.set()
-        if _has_gpus():
+        if self._owns_gpus:
             process_group.abandon()  # a thread may wait for the device
         # The others may wait for it for ever.
         for other in self._calls.values():
@@ -329,7 +337,7 @@ class RankGroup:
         self._closed = True
         leaving = None
         # A rank that does not answer may wait in a collective of what has failed here.
-        if self.failure is None and _has_gpus() and self._joined and not is_busy:
+        if self.failure is None and self._owns_gpus and self._joined and not is_busy:
             leaving = process_group.leave_together()
         if self._joined:
             wait_for(list(self._processes.values()))
@@ -338,7 +346,7 @@ class RankGroup:
         self._abandon.detach()
         if leaving is not None:
             leaving.join(EXIT_SECONDS)
-        if self.failure is None and _has_gpus() and (leaving is None or leaving.is_alive()):
+        if self.failure is None and self._owns_gpus and (leaving is None or leaving.is_alive()):
             process_group.abandon()
         self._tidy_up()
 
@@ -377,20 +385,13 @@ def _abandon_on_gpus() -> None:
         process_group.abandon()
 
 
-def _end_all(processes: list[Child], calls: list[Call], sender: Sender) -> None:
+def _end_all(processes: list[Child], calls: list[Call], sender: Sender, owns_torch: bool) -> None:
     """End the processes and calls of a group that is closed, or that nobody has any more."""
     end_processes(processes)
     for call in calls:
         call.hang_up()
     sender.close()
-    parallel.set_current(None)
-    if not _has_gpus():
-        process_group.leave()
-
-
-def _error_of(rank: int, done: Done) -> MegatronAsyncError | None:
-    """The error that another rank met."""
-    if done.error is None:
-        return None
-    found = error_named(done.error, f"rank {rank}: {done.message}")
-    return found or RankDiedError(f"rank {rank}: {done.error}: {done.message}")
+    if owns_torch:
+        parallel.set_current(None)
+        if not _has_gpus():
+            process_group.leave()

@@ -14,6 +14,7 @@ from megatron_async.codec import Codec
 from megatron_async.config.engine_config import EngineConfig
 from megatron_async.device.kernel_profiler import DeviceKernel
 from megatron_async.device.protocol import Span
+from megatron_async.errors import MegatronAsyncError, RankDiedError, error_named
 from megatron_async.models.description.config import ModelConfig
 from megatron_async.step.plan import Guess, Plan
 
@@ -167,6 +168,15 @@ class AskClock(Told, frozen=True):
     is_answered: ClassVar[bool] = True
 
 
+class Called(Told, frozen=True):
+    """A call of the user's on rank 0 is over, where all ranks are processes of the user's that may
+    make the same one. ``brought`` is what it brought, encoded by ``megatron_api/spmd``."""
+
+    name: str
+    brought: bytes
+    is_answered: ClassVar[bool] = False
+
+
 class Stop(Told, frozen=True):
     """End."""
 
@@ -192,6 +202,7 @@ Message = (
     | StartTimeline
     | TakeTimeline
     | AskClock
+    | Called
     | Stop
 )
 
@@ -201,6 +212,13 @@ class Done(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknow
 
     error: str | None = None
     message: str = ""
+
+    def as_error(self, rank: int) -> MegatronAsyncError | None:
+        """The error that ``rank`` met; None where it met none."""
+        if self.error is None:
+            return None
+        found = error_named(self.error, f"rank {rank}: {self.message}")
+        return found or RankDiedError(f"rank {rank}: {self.error}: {self.message}")
 
 
 class Timeline(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
@@ -226,7 +244,23 @@ class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unkn
     reason: str
 
 
+class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
+    """The user builds an engine on this rank, over a cache of these sizes, which only those know
+    that build."""
+
+    sizes: bytes
+
+
+class Where(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
+    """Which of the engine's calls the user is in on this rank, none if empty; the last one; and
+    how many messages were taken."""
+
+    call: str
+    last: str
+    taken: int
+
+
 Answer = Done | Timeline | Now
 
 MESSAGES: Codec[Message] = Codec(Message)
-ANSWERS: Codec[Answer | Failed] = Codec(Answer | Failed)
+ANSWERS: Codec[Answer | Failed | Ready | Where] = Codec(Answer | Failed | Ready | Where)

@@ -124,14 +124,18 @@ class Common:
     """
 
     def __init__(self, world_size: int, calls: dict[int, Call]) -> None:
-        self.group: weakref.ref[RankGroup] | None = None
+        self._group: weakref.ref[RankGroup] | None = None
 
         def check() -> None:
-            if self.group is not None and (group := self.group()) is not None:
+            if self._group is not None and (group := self._group()) is not None:
                 group.check()
 
         self.sender = RingSender(world_size - 1, lambda place: calls[place + 1].say(WAKE), check)
         self.shared = Shared(make_folder(), self.sender.descriptor)
+
+    def belongs_to(self, group: RankGroup) -> None:
+        """Waits for room end with the group."""
+        self._group = weakref.ref(group)
 
     def remove(self) -> None:
         """The group has not begun."""
@@ -201,7 +205,7 @@ def _begin(
         group = RankGroup(
             layout, common.sender, calls, processes, timeout_seconds, common.shared.folder
         )
-        common.group = weakref.ref(group)
+        common.belongs_to(group)
         meeting = dist.FileStore(common.shared.store, layout.world_size)
     try:
         group.join(device, meeting)

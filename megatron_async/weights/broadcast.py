@@ -10,11 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_async.errors import CheckpointError
+from megatron_async.models import parallel
 from megatron_async.weights.place import Placement
 from megatron_async.weights.targets import Shares
 from megatron_async.weights.tensor_info import TensorInfo
-
-LEADER = 0
 
 
 class Room:
@@ -77,5 +76,8 @@ def _lies_well(tensor: Tensor, device: torch.device) -> bool:
 
 def _broadcast(tensor: Tensor) -> None:
     """Broadcast a contiguous tensor of rank 0 to all ranks."""
+    place = parallel.current()
+    assert place is not None
     if tensor.numel():
-        dist.broadcast(tensor.view(-1).view(torch.uint8), src=LEADER)
+        values = tensor.view(-1).view(torch.uint8)
+        dist.broadcast(values, src=place.leader, group=place.everyone)

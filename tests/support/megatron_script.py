@@ -63,9 +63,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--inference-dynamic-batching-unified-memory-level", type=int, default=0)
     add("--inference-dynamic-batching-cuda-graph-max-tokens", type=int, default=16384)
     add("--inference-dynamic-batching-cuda-graph-mixed-prefill-count", type=int, default=16)
+    add("--tensor-model-parallel-size", type=int, default=1)
+    add("--pipeline-model-parallel-size", type=int, default=1)
     args = parser.parse_args(argv)
-    # What the model's arguments have for a GPT model on one GPU.
-    args.tensor_model_parallel_size = args.pipeline_model_parallel_size = 1
+    # What the model's arguments have for a GPT model.
     args.multi_latent_attention = args.use_flashinfer_fused_rope = False
     args.qk_pos_emb_head_dim, args.rl_offload_kv_cache_during_training = 64, False
     return args

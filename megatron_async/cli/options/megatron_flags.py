@@ -15,8 +15,6 @@ from pathlib import Path
 from megatron_async.errors import ConfigError
 from megatron_async.megatron_api.names import Table, accepted, refused, works
 
-_ONE = "one process holds the model, whatever the checkpoint was saved with"
-
 FLAGS: Table = {
     "--load": works("--model"),
     "--prompts": works("--prompt"),
@@ -58,7 +56,7 @@ FLAGS: Table = {
     "--tensor-model-parallel-size": works(""),
     "--pipeline-model-parallel-size": works("stages compute micro-batches in turns"),
     "--expert-model-parallel-size": works(""),
-    "--context-parallel-size": accepted(_ONE, "1"),
+    "--context-parallel-size": accepted("a rank has whole sequences", "1"),
     "--inference-dynamic-batching-unified-memory-level": accepted(
         "the KV cache stays in the memory of its device", "0"
     ),

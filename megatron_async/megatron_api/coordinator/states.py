@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -131,11 +132,13 @@ class EngineStates:
         state: the one that signals are judged by; never RESUMED, which is PAUSED.
         events: of each state that can be waited for.
         is_coordinated: clients send signals, so that there is something to wait for.
+        on_reached: called with each signal that has done what it does.
     """
 
     def __init__(self) -> None:
         self.state = EngineState.RUNNING
         self.is_coordinated = False
+        self.on_reached: Callable[[Headers], None] | None = None
         self.events = {each: StateEvent(is_set=each is EngineState.RUNNING) for each in STABLE}
 
     def begin(self) -> None:
@@ -153,6 +156,8 @@ class EngineStates:
             self.events[state].clear()
         for state in begun:
             self.events[state].set()
+        if self.on_reached is not None:
+            self.on_reached(signal)
 
     def end(self, error: Exception) -> None:
         """The engine has stopped for good: nothing else is reached any more."""

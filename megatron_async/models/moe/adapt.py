@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
 from megatron_async.errors import ConfigError
 from megatron_async.kernels.moe.settings import ExpertActivation
+from megatron_async.models import parallel
 from megatron_async.models.moe.layer import ExpertWeights, SharedExpertMLP, mixture
 from megatron_async.models.moe.settings import router_settings
+from megatron_async.models.parallel import ModelParallel
 
 from megatron.core.activations import quick_gelu, squared_relu  # isort: skip
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP  # isort: skip
@@ -20,9 +23,9 @@ from megatron.core.transformer.moe.moe_layer import (  # isort: skip
     MoELayer as MegatronMoELayer,
 )
 
+logger = logging.getLogger(__name__)
+
 _REQUIRED: tuple[tuple[str, Any, str], ...] = (
-    ("expert_model_parallel_size", 1, "load the model without expert parallelism"),
-    ("tensor_model_parallel_size", 1, "load the model without tensor parallelism"),
     ("moe_apply_probs_on_input", False, "weight the experts' outputs"),
     ("moe_shared_expert_overlap", False, "build the model without the overlap"),
     ("moe_router_force_load_balancing", False, "turn it off: its routing is random"),
@@ -45,8 +48,8 @@ class AdaptedMoELayer(MegatronMoELayer):  # type: ignore[misc]
 
     asks_for_padding_mask = True
     """megatron's layers around it hand the mask on, if the model is given one."""
-    ranks = None
-    """Its experts are whole in this process."""
+    ranks: ModelParallel | None = None
+    """Ranks that have some of the experts each, or a share of each; None for one rank."""
     chosen: Tensor | None = None
     noted: list[Tensor] | None = None
     """As those of ``MoELayer``; in training nobody reads the first."""
@@ -73,6 +76,7 @@ def check_experts(layer: Any) -> None:
     if type(getattr(layer, "mlp", None)) is not MegatronMoELayer:
         return
     config, experts = layer.config, layer.mlp.experts
+    _check_ranks(config)
     for name, supported, advice in _REQUIRED:
         value = getattr(config, name, supported)
         if value != supported:
@@ -90,12 +94,30 @@ def check_experts(layer: Any) -> None:
     _activation(config)
 
 
+def _check_ranks(config: Any) -> None:
+    """Experts are divided over ranks that this process knows, each as a whole or each by itself."""
+    place, size = parallel.current(), config.expert_model_parallel_size
+    if size not in (1, 1 if place is None else place.layout.expert):
+        raise ConfigError(
+            f"model config expert_model_parallel_size={size} is not supported: load the model "
+            "without expert parallelism, or in processes whose expert groups have that size"
+        )
+    of_each = config.expert_tensor_parallel_size
+    if of_each != (config.tensor_model_parallel_size if size == 1 else 1):
+        raise ConfigError(
+            f"model config expert_tensor_parallel_size={of_each} is not supported: use "
+            "tensor_model_parallel_size without expert parallelism, and 1 with it"
+        )
+
+
 def adapt_experts(layer: Any) -> None:
     """Turn megatron's layer of experts into :class:`AdaptedMoELayer`; others stay as they are."""
     mlp: Any = getattr(layer, "mlp", None)
     if type(mlp) is not MegatronMoELayer:
         return
     mlp.__class__ = AdaptedMoELayer
+    if mlp.config.expert_model_parallel_size * mlp.config.expert_tensor_parallel_size > 1:
+        mlp.__dict__["ranks"] = parallel.current()
     mlp.settings = router_settings(mlp.config)
     mlp.activation = _activation(mlp.config)
     if mlp.shared_experts is not None:
@@ -103,10 +125,11 @@ def adapt_experts(layer: Any) -> None:
     if not mlp.config.moe_latent_size:
         mlp.fc1_latent_proj = mlp.fc2_latent_proj = None
     fc1, fc2 = (_linears(mlp.experts, name) for name in ("linear_fc1", "linear_fc2"))
+    adds_bias = mlp.ranks is None or mlp.ranks.expert_tensor_rank == 0
     # Not parameters of the layer's own: they belong to the experts.
     mlp.__dict__["weights"] = ExpertWeights(
         _stacked(fc1, "weight"), _stacked(fc2, "weight"),
-        _stacked(fc1, "bias"), _stacked(fc2, "bias"),
+        _stacked(fc1, "bias"), _stacked(fc2, "bias") if adds_bias else None,
     )  # fmt: skip
 
 
@@ -126,6 +149,11 @@ def _stacked(linears: list[dict[str, Any]], kind: str) -> Any:
     parameters = [x[kind] for x in linears if x.get(kind) is not None and x[kind].numel()]
     if not parameters:
         return None
+    if any(p.data.untyped_storage().nbytes() > p.data.nbytes for p in parameters):
+        logger.warning(
+            "weights of experts lie in a buffer, such as an optimizer's, and are moved out of it: "
+            "wrap the model before the buffer is made"
+        )
     stacked = torch.stack([parameter.data for parameter in parameters])
     for parameter, row in zip(parameters, stacked, strict=True):
         parameter.data = row

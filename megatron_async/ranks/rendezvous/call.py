@@ -7,12 +7,15 @@ import hmac
 import queue
 import socket
 import threading
+from collections.abc import Callable
 
 from megatron_async.processes.call import MOST_BYTES, Call, listen
 
 WAKE = b"\1"
 BEAT = b"\2"
 """A question whether a rank still runs, and its answer."""
+LAST = b"\3"
+"""Ahead of the reason why rank 0 hangs up, which it says to ranks that live on."""
 TAG_BYTES = 16
 
 
@@ -64,16 +67,37 @@ class Line:
     """A follower's end, from its first moment on: a thread answers whether it runs, and ends the
     process with rank 0, for which a collective may wait for ever.
 
+    Args:
+        ends_process: without it the process is its user's, and goes on when rank 0 is gone.
+
     Attributes:
         wakes: set when there is something to read in the ring.
         messages: those that came over the connection.
+        lost: why rank 0 is gone; None while it is there.
+        failure: why the group has failed, of which rank 0 has told: what it told before is void.
+        answer: what is said besides when rank 0 asks whether this rank runs.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, *, ends_process: bool = True) -> None:
         self.wakes = threading.Event()
         self.messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.lost: str | None = None
+        self.failure: str | None = None
+        self.answer: Callable[[], bytes] | None = None
         self._call = call
-        listen(call, self._take, "rank 0")
+        if ends_process:
+            listen(call, self._take, "rank 0")
+        else:
+            listen(call, self._take, "rank 0", self._lose)
+
+    def _lose(self) -> None:
+        self.lost = self.failure or "rank 0 of the model is gone"
+        self.wakes.set()
+        self._call.hang_up()
+
+    def hang_up(self) -> None:
+        """Leave the group; rank 0 takes this one for dead unless it has ended the group itself."""
+        self._call.shut_down()
 
     def say(self, data: bytes) -> None:
         """See :class:`Call`."""
@@ -84,5 +108,9 @@ class Line:
             self.wakes.set()
         elif data == BEAT:
             self._call.say(BEAT)
+            if self.answer is not None:
+                self._call.say(self.answer())
+        elif data[:1] == LAST and self.answer is not None:
+            self.failure = data[1:].decode(errors="replace")
         else:
             self.messages.put(data)

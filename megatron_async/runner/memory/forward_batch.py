@@ -64,6 +64,10 @@ class ForwardBatch(BaseInferenceContext):
         self.cache.sizes = replace(self.cache.sizes, max_sequence_length=most)
         self.max_sequence_length = most
 
+    def limit_blocks(self, most: int) -> None:
+        """No more than ``most`` blocks are used; before an engine has it."""
+        self.cache.sizes = replace(self.cache.sizes, block_count=most)
+
     def beside(self, spec: KVCacheSpec) -> ForwardBatch:
         """Forwards of another model over the same slots and blocks, with a cache of its own."""
         return ForwardBatch(self.cache, self.cache.beside(spec))
