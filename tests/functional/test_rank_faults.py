@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -94,13 +95,13 @@ def test_the_server_starts_the_group_again(
     layout: str,
     rank: int,
     number: signal.Signals,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mark = uuid.uuid4().hex
     monkeypatch.setenv("MEGATRON_ASYNC_TEST", mark)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    asyncio.run(fault(layout, rank, number, tmp_path))
+    with tempfile.TemporaryDirectory() as folder:  # pytest's is too long for a Unix socket
+        monkeypatch.setenv("TMPDIR", folder)
+        asyncio.run(fault(layout, rank, number, Path(folder)))
     own = {os.getpid(), os.getppid()}
     assert not set(marked(f"MEGATRON_ASYNC_TEST={mark}")) - own

@@ -58,6 +58,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (True,),
     "log_probs_mode": ("raw", "processed"),
     "detokenize": (False,),
+    "forced_token_ids": ([16], [1, 16, 3]),
     "n": (2, 3),
     "best_of": (2, 4),
     "num_speculative_tokens": (0,),

@@ -309,7 +309,7 @@ def as_partial_sums(model: Any, rig: DecodeRig, monkeypatch: pytest.MonkeyPatch)
 class Ranks:
     """Ranks of which this one has all experts. What is left is the way of the sums."""
 
-    expert_rank, expert_words = 0, None
+    expert_rank, expert_tensor_rank, expert_words = 0, 0, None
 
     class layout:  # noqa: N801
         tensor = 1

@@ -64,7 +64,7 @@ class Recorder:
 
     def _gemm(
         self, n: int, k: int, rows: int, norm: int, epilogue: int, statistics: int, tiling: Any,
-        device: Any,
+        device: Any, sends: Any = None,
     ) -> Any:  # fmt: skip
         def call(*given: Any, **options: Any) -> None:
             self._note("gemm", (n, k, rows, norm, epilogue, statistics), given, options)

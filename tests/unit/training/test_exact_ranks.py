@@ -44,6 +44,7 @@ if __name__ == "__main__":
     torch.save(found, sys.argv[1] + "/rollouts.pt")
 """
 TRAINER = """
+import os
 import sys
 import torch
 import torch.distributed as dist
@@ -77,6 +78,10 @@ for dtype, batch in torch.load(folder + "/rollouts.pt", weights_only=True).items
             assert "one rank's share" in str(error), error
     assert all(p.grad is not None for n, p in model.named_parameters() if "mtp" not in n)
 torch.save(found, f"{folder}/found{rank}.pt")
+# A rank that leaves while the other still talks to it takes gloo's threads down with a crash.
+dist.barrier()
+dist.destroy_process_group()
+os._exit(0)  # the interpreter takes a second to end
 """
 
 
