@@ -39,7 +39,6 @@ EXPLAIN_SECONDS = 3.0
 LOOK_SECONDS = 1.0
 """Between two looks whether somebody still has the group."""
 
-
 _unfinished: list[threading.Thread] = []
 """Threads of this process that met ranks which died meanwhile."""
 
@@ -80,7 +79,8 @@ class RankGroup:
         self._calls = calls
         self._processes = processes
         self._sending = threading.Lock()
-        self._answers: queue.SimpleQueue[tuple[int, Answer, int]] = queue.SimpleQueue()
+        self._answers: dict[int, queue.SimpleQueue[tuple[int, Answer, int]]] = {}
+        self._own = threading.local()  # the number of a thread's last message that is answered
         self._joined, self._closed = place is not None, False
         if place is not None:
             self.parallel = place
@@ -171,7 +171,9 @@ class RankGroup:
         data = MESSAGES.encode(message)
         with self._sending:
             self.check()
-            self._asked += message.is_answered
+            if message.is_answered:
+                self._asked = self._own.asked = self._asked + 1
+                self._answers[self._asked] = queue.SimpleQueue()
             self._sender.send(data)
 
     def begin_steps(self, engine: int) -> None:
@@ -196,7 +198,7 @@ class RankGroup:
                 self._steps_of = None
 
     def await_answers(self) -> dict[int, tuple[Answer, int]]:
-        """Wait until all ranks have done the last message that is answered.
+        """Wait until all ranks have done the last message of this thread that is answered.
 
         Returns:
             By rank what it has answered, and when that came, by ``time.perf_counter_ns``.
@@ -208,10 +210,11 @@ class RankGroup:
         failed: MegatronAsyncError | None = None
         found: dict[int, tuple[Answer, int]] = {}
         for _ in self._calls:
-            rank, said, time_ns = self._answer()
+            rank, said, time_ns = self._answer(self._answers[self._own.asked])
             found[rank] = said, time_ns
             if isinstance(said, Done):
                 failed = said.as_error(rank) or failed
+        del self._answers[self._own.asked]
         if failed is not None:
             raise failed
         return found
@@ -222,10 +225,10 @@ class RankGroup:
         """See :func:`megatron_async.ranks.new_weights.read_weights`."""
         return new_weights.read_weights(self, model, source, read, **checks)
 
-    def _answer(self) -> tuple[int, Answer, int]:
+    def _answer(self, answers: queue.SimpleQueue[T]) -> T:
         while True:
             with contextlib.suppress(queue.Empty):
-                return self._answers.get(timeout=0.1)
+                return answers.get(timeout=0.1)
             self.check()
 
     # --- life and death -----------------------------------------------------------------------
@@ -283,8 +286,8 @@ class RankGroup:
             if not isinstance(said, Answer):
                 self._heard(rank, said)
                 continue
-            self._answered[rank] += 1
-            self._answers.put((rank, said, time.perf_counter_ns()))
+            self._answered[rank] = number = self._answered[rank] + 1  # they answer in order
+            self._answers[number].put((rank, said, time.perf_counter_ns()))
         if not ready and not self._heartbeats.wait_seconds(time.monotonic()):
             return self._ask_all()
         return not self._closed and self.failure is None
