@@ -153,15 +153,7 @@ class Announcer:
     def _standing(self, name: str) -> Standing:
         engine = self._engine
         if name == BUILD and not engine.is_built:
-            return Standing(
-                active=[],
-                suspended=False,
-                sleeping=False,
-                weight_version=0,
-                steps=0,
-                evictions=0,
-                in_flight=0,
-            )
+            return Standing.before_it_is_built()
         active, counters = list(engine.outputs.keys), engine.counters
         has_totals = name in _WITH_TOTALS or not active
         return Standing(

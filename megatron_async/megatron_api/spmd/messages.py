@@ -66,6 +66,14 @@ class Standing(_Data, frozen=True):
     in_flight: int
     totals: Totals | None = None
 
+    @classmethod
+    def before_it_is_built(cls) -> Standing:
+        """Of an engine that is not there yet."""
+        return cls(
+            active=[], suspended=False, sleeping=False, weight_version=0, steps=0, evictions=0,
+            in_flight=0,
+        )  # fmt: skip
+
 
 class Brought(_Data, frozen=True):
     """Outcome of a call.

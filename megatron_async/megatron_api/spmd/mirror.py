@@ -63,15 +63,7 @@ class Mirror:
     """
 
     def __init__(self) -> None:
-        self.standing = Standing(
-            active=[],
-            suspended=False,
-            sleeping=False,
-            weight_version=0,
-            steps=0,
-            evictions=0,
-            in_flight=0,
-        )
+        self.standing = Standing.before_it_is_built()
         self.counters, self.usage = EngineCounters(), Usage()
         self._active: dict[int, DynamicInferenceRequest] = {}
         self._futures: dict[int, RequestFuture] = {}
