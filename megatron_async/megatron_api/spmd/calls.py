@@ -186,7 +186,8 @@ class Calls:
             )
 
     def _where(self) -> bytes:
-        name = self._name or (self._thread.name if self._thread is not None else "")
+        thread = self._thread  # which ends meanwhile
+        name = self._name or ("" if thread is None else thread.name)
         return ANSWERS.encode(Where(name, self._last, self._taken))
 
     # --- the end ------------------------------------------------------------------------------
@@ -260,14 +261,17 @@ class Calls:
                     self._counts[name] += 1
                     self._latest[name] = applied
                     if name == "stop":
-                        self._thread = None
+                        self._thread = None  # another one may follow from now on
                     self._changed.notify_all()
                 if (hook := self._hooks.get(name)) is not None:
                     hook(applied)
         except MegatronAsyncError:
             pass  # calls that wait raise it
         finally:
-            self._thread = None
+            with self._changed:
+                if self._thread is threading.current_thread():
+                    self._thread = None
+                self._changed.notify_all()
 
     def _await(self, name: str, key: int | None) -> Applied | None:
         """The outcome of rank 0's call, from the thread; None if it has ended without."""

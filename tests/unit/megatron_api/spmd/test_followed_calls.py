@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import queue
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -15,20 +17,21 @@ from megatron_async.errors import EngineStoppedError, RankDiedError, ReentrantCa
 from megatron_async.megatron_api.spmd import calls as calls_module
 from megatron_async.megatron_api.spmd.calls import Calls
 from megatron_async.megatron_api.spmd.messages import BROUGHT, Brought, Standing
+from megatron_async.megatron_api.spmd.mirror import Applied
 from megatron_async.ranks.channel import RingSender
 from megatron_async.ranks.follower import Group
 from megatron_async.ranks.messages import MESSAGES, Called, Stop
 from tests.support.patience import PATIENCE_SECONDS
 
-STANDING = Standing(
-    active=[], suspended=False, sleeping=False, weight_version=0, steps=0, evictions=0, in_flight=0
-)
+STANDING = Standing.before_it_is_built()
 
 
 class Played:
     """Rank 0's end. ``late`` happens once, when the other rank goes to sleep."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, hooks: dict[str, Any] | None = None
+    ) -> None:
         self.sender = RingSender(1, lambda place: None, lambda: None)
         self.said: list[bytes] = []
         self.late: Any = None
@@ -43,7 +46,7 @@ class Played:
 
         monkeypatch.setattr(calls_module, "join_users_ranks", join)
         place: Any = SimpleNamespace(rank=1)
-        self.calls = Calls(place, torch.device("cpu"), None, {})  # type: ignore[arg-type]
+        self.calls = Calls(place, torch.device("cpu"), None, hooks or {})  # type: ignore[arg-type]
 
     def tell(self, message: Any) -> None:
         self.sender.send(MESSAGES.encode(message))
@@ -154,6 +157,32 @@ def test_a_thread_follows_until_rank_0_stops(played: Played) -> None:
     assert not played.calls.has_thread
     played.called("suspend")
     played.calls.make("suspend")
+
+
+def test_a_thread_that_ends_late_leaves_the_next_one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    ending: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
+    goes_on = threading.Event()
+
+    def stopped(applied: Applied) -> None:
+        ending.put(threading.current_thread())
+        goes_on.wait(PATIENCE_SECONDS)
+
+    played = Played(monkeypatch, {"stop": stopped})
+    for name in ("start", "stop"):
+        played.called(name)
+    played.calls.make("start")
+    played.calls.begin()
+    first = ending.get(timeout=PATIENCE_SECONDS)
+    played.calls.end()
+    played.called("start")
+    played.calls.make("start")
+    played.calls.begin()
+    goes_on.set()
+    first.join(PATIENCE_SECONDS)
+    assert played.calls.follows
+    played.called("stop")
+    played.calls.end()
+    assert not played.calls.follows
 
 
 def test_rank_0_alone_may_stop_its_thread(played: Played) -> None:
