@@ -53,7 +53,9 @@ class Announcer:
         self._deferred: list[tuple[str, dict[str, Any]]] = []
         self._known: set[int] = set()
         """Active requests whose records the others have."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._telling = threading.Lock()
+        """What is told last stands last, whichever thread tells it."""
         self.has_thread = False
         """The engine's own thread steps it, so that requests end between calls."""
 
@@ -70,6 +72,7 @@ class Announcer:
             return result
         except BaseException as error:
             with contextlib.suppress(RankDiedError):  # the others know
+                self._tell_deferred()
                 self.tell(name, error=_described(error))
             raise
         finally:
@@ -90,12 +93,15 @@ class Announcer:
             self._inside.calls, self._group.calling = was, ""
 
     def tell_of_one(self, name: str, **brought: Any) -> None:
-        """Tell of a call that the others may leave out; in the midst of another call, such as by a
-        signal's handler, when that is over."""
-        if self._is_inside:
-            self._deferred.append((name, brought))
-        else:
-            self.tell(name, **brought)
+        """Tell of a call that the others may leave out; in the midst of another call or of telling,
+        such as by a signal's handler, when that is over."""
+        self._deferred.append((name, brought))
+        while self._deferred and not self._is_inside:  # a handler may come at any line
+            self._inside.calls = True
+            try:
+                self._tell_deferred()
+            finally:
+                self._inside.calls = False
 
     def _tell_deferred(self) -> None:
         while self._deferred:
@@ -108,6 +114,10 @@ class Announcer:
         Args:
             brought: fields of :class:`Brought`; requests in place of their places.
         """
+        with self._telling:
+            self._group.tell(Called(name, BROUGHT.encode(self._outcome(name, brought))))
+
+    def _outcome(self, name: str, brought: dict[str, Any]) -> Brought:
         records: dict[int, tuple[int, DynamicInferenceRequest]] = {}
 
         def place(request: DynamicInferenceRequest) -> int:
@@ -138,7 +148,7 @@ class Announcer:
                 seconds=step["step_time"],
                 graph_rows=step["cuda_graph_request_count"],
             )
-        data = Brought(
+        return Brought(
             standing=standing,
             opened=[place(request) for request in opened if request is not None],
             records=[request.serialize() for _, request in records.values()],
@@ -148,7 +158,6 @@ class Announcer:
             step=step,
             **brought,
         )
-        self._group.tell(Called(name, BROUGHT.encode(data)))
 
     def _standing(self, name: str) -> Standing:
         engine = self._engine
