@@ -18,7 +18,13 @@ from megatron_async.errors import (
     ReentrantCallError,
 )
 from megatron_async.megatron_api.model import outside_inference_mode
-from megatron_async.megatron_api.spmd.messages import BROUGHT, BUILD, CLOSE, OF_ONE_RANK
+from megatron_async.megatron_api.spmd.messages import (
+    BROUGHT,
+    BUILD,
+    CLOSE,
+    OF_ONE_REQUEST,
+    UNCALLED,
+)
 from megatron_async.megatron_api.spmd.mirror import Applied, Mirror
 from megatron_async.models.parallel import ModelParallel
 from megatron_async.ranks import users_ranks
@@ -127,9 +133,9 @@ class Calls:
                 continue
             if _is(applied, name, key):
                 found = applied
-            elif applied.name in OF_ONE_RANK:
-                self._unclaimed.append(applied)
-            else:
+            elif applied.name in OF_ONE_REQUEST:
+                self._unclaimed.append(applied.without_requests())
+            elif applied.name not in UNCALLED:
                 error = EngineStoppedError(
                     f"rank {self._rank} calls {name}() where rank 0 has called {applied.name}(): "
                     "all ranks make the same calls in the same order, or close() the engine while "
@@ -137,7 +143,7 @@ class Calls:
                 )
                 self.abandon(error)
                 raise error
-        if name not in OF_ONE_RANK:
+        if name not in OF_ONE_REQUEST:
             self._unclaimed.clear()
         return found
 
@@ -256,8 +262,8 @@ class Calls:
                     continue
                 name = applied.name
                 with self._changed:
-                    if name in OF_ONE_RANK:
-                        self._unclaimed.append(applied)
+                    if name in OF_ONE_REQUEST:
+                        self._unclaimed.append(applied.without_requests())
                     self._counts[name] += 1
                     self._latest[name] = applied
                     if name == "stop":
@@ -278,7 +284,7 @@ class Calls:
         found: list[Applied] = []
 
         def is_there() -> bool:
-            if name not in OF_ONE_RANK:
+            if name not in OF_ONE_REQUEST:
                 return self._counts[name] >= self._own[name] or has_ended()
             claimed = self._claim(name, key)
             found.extend([] if claimed is None else [claimed])
@@ -288,11 +294,11 @@ class Calls:
             return self.over is not None or self._thread is None
 
         with self._changed:
-            self._own[name] += name not in OF_ONE_RANK
+            self._own[name] += name not in OF_ONE_REQUEST
             self._changed.wait_for(is_there, users_ranks.APART_SECONDS)
             if found:
                 return found[0]
-            if name not in OF_ONE_RANK and self._counts[name] >= self._own[name]:
+            if name not in OF_ONE_REQUEST and self._counts[name] >= self._own[name]:
                 return self._latest[name]
             has_no_more = self._thread is None
         if self.over is not None:

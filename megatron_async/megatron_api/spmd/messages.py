@@ -116,10 +116,8 @@ ONE_ENGINE = (
     "an engine over a model that is divided has one configuration: build another controller and "
     "another engine over the model, on all ranks"
 )
-OF_ONE_RANK = frozenset(
+OF_ONE_REQUEST = frozenset(
     {
-        NEWS,
-        SIGNAL,
         "abort_request",
         "add_request",
         "evict_request",
@@ -129,4 +127,7 @@ OF_ONE_RANK = frozenset(
         "update_sampling_params",
     }
 )
-"""Calls that rank 0 may make alone, and those that it makes with the others count once."""
+"""Calls that rank 0 may make alone, and those that it makes with the others count once. All but
+one are about a request."""
+UNCALLED = frozenset({NEWS, SIGNAL})
+"""What rank 0 tells besides: no call of another rank's."""

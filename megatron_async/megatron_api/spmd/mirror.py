@@ -43,6 +43,15 @@ class Applied(NamedTuple):
             "cuda_graph_request_count": step.graph_rows,
         }
 
+    def without_requests(self) -> Applied:
+        """What the caller of a call about one request gets."""
+        said, nothing = self.brought, Standing.before_it_is_built()
+        return Applied(
+            self.name,
+            Brought(standing=nothing, value=said.value, error=said.error, key=said.key),
+            [],
+        )
+
     def check(self) -> None:
         """Raises the error that the call met."""
         if self.brought.error is not None:

@@ -16,7 +16,7 @@ from megatron_async import megatron_compat as compat  # noqa: F401  (before mega
 from megatron_async.errors import EngineStoppedError, RankDiedError, ReentrantCallError
 from megatron_async.megatron_api.spmd import calls as calls_module
 from megatron_async.megatron_api.spmd.calls import Calls
-from megatron_async.megatron_api.spmd.messages import BROUGHT, Brought, Standing
+from megatron_async.megatron_api.spmd.messages import BROUGHT, NEWS, Brought, Standing
 from megatron_async.megatron_api.spmd.mirror import Applied
 from megatron_async.ranks.channel import RingSender
 from megatron_async.ranks.follower import Group
@@ -108,6 +108,18 @@ def test_calls_of_rank_0_alone_are_passed_over(played: Played) -> None:
     with pytest.raises(EngineStoppedError, match=r"rank 1 calls add_request\(\) where rank 0 has"):
         played.calls.make("add_request", 1)
     assert b"EngineStoppedError" in played.said[-1]
+
+
+def test_news_of_requests_leaves_calls_their_outcomes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls_module, "MOST_UNCLAIMED", 2)
+    played = Played(monkeypatch)
+    played.called("add_request", key=1)
+    for _ in range(3):
+        played.called(NEWS)
+    played.called("abort_request", key=2, value=True)
+    played.calls.make("abort_request", 2)
+    monkeypatch.setattr("megatron_async.ranks.users_ranks.APART_SECONDS", -1.0)
+    assert played.calls.make("add_request", 1).brought.key == 1
 
 
 def test_an_error_of_rank_0s_is_raised_here_too(played: Played) -> None:
