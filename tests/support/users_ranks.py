@@ -335,8 +335,12 @@ def coordinated(whole: dict[str, Tensor]) -> Found:
         model = example.build_model(args)
         fill(model, whole)
         rank = dist.get_rank()
-        llm = directly(model, buffer_size_gb=0.01 / (1 + rank), max_requests=4)
+        llm = directly(
+            model, buffer_size_gb=0.01 / (1 + rank), max_requests=4,
+            max_sequence_length=2 * example.LONGEST,
+        )  # fmt: skip
         found = {"all": [r.generated_tokens for r in llm.generate(args.prompts, GREEDY)]}
+        found["longest"] = llm.context.max_sequence_length
         found["blocks"] = llm.context.block_count, len(llm.context.memory_buffer[0, 0])
         llm.shutdown()
         found["differ"] = refused(
@@ -383,7 +387,7 @@ def _of(gradients: dict[str, Tensor], model: Any, name: str) -> Tensor:
 
 def directly(model: Any, **options: Any) -> MegatronLLM:
     """megatron-core's wrapper of an engine, which all ranks call."""
-    config = InferenceConfig(block_size_tokens=8, max_sequence_length=64, **options)
+    config = InferenceConfig(block_size_tokens=8, **{"max_sequence_length": 64} | options)
     return MegatronLLM(
         model=model, tokenizer=CHARACTERS, inference_config=config, use_coordinator=False
     )

@@ -13,6 +13,7 @@ from megatron_async.config.engine_config import EngineConfig
 from megatron_async.errors import ConfigError, MegatronAsyncError, RankDiedError, RequestError
 from megatron_async.megatron_api.coordinator.headers import Headers
 from megatron_async.megatron_api.engine import DynamicInferenceEngine
+from megatron_async.megatron_api.engine_config import fit_length
 from megatron_async.megatron_api.spmd.messages import (
     BROUGHT,
     BUILD,
@@ -234,6 +235,9 @@ class LeadingEngine(DynamicInferenceEngine):
     is_built = False
 
     def __init__(self, controller: Any, context: Any, *args: Any, **options: Any) -> None:
+        controller.check_free()  # as the others do before they connect
+        if context is not None:
+            fit_length(controller.served.network, context)
         config: EngineConfig | None = options.get("config")
         timeout = (config or EngineConfig()).rank_timeout_seconds
         group = lead_users_ranks(controller.served.network.parallel, timeout)

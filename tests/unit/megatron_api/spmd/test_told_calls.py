@@ -11,9 +11,10 @@ import pytest
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
 from megatron_async.engine.metrics import EngineCounters
-from megatron_async.errors import RequestError
+from megatron_async.errors import ConfigError, RequestError
 from megatron_async.megatron_api.context import Usage
-from megatron_async.megatron_api.spmd.leading import Announcer
+from megatron_async.megatron_api.spmd import leading
+from megatron_async.megatron_api.spmd.leading import Announcer, LeadingEngine
 from megatron_async.megatron_api.spmd.messages import BROUGHT, NEWS, Brought
 from megatron_async.ranks.messages import Called
 from tests.support.patience import PATIENCE_SECONDS
@@ -107,3 +108,20 @@ def test_what_happened_in_a_call_that_fails_is_told_too() -> None:
         announcer.run("generate", generate, lambda _: {})
     assert group.names == ["abort_request", "generate"]
     assert group.told[-1][1].error == ("RequestError", "too long")
+
+
+def test_a_controller_that_is_taken_is_refused_before_the_others_are_awaited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They refuse theirs at once, and never connect."""
+    monkeypatch.setattr(leading, "lead_users_ranks", lambda *_: pytest.fail("they are awaited"))
+
+    def check_free() -> None:
+        raise ConfigError("serves another engine")
+
+    controller: Any = SimpleNamespace(
+        check_free=check_free, served=SimpleNamespace(network=SimpleNamespace(parallel=None))
+    )
+    engine: Any = object.__new__(LeadingEngine)
+    with pytest.raises(ConfigError, match="serves another engine"):
+        engine.__init__(controller, None)

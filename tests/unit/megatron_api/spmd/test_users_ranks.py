@@ -145,6 +145,10 @@ def test_all_ranks_use_as_many_blocks_as_each_has(found: Found) -> None:
         assert "has max_requests=5 and that of rank 0 4" in case["differ"]
 
 
+def test_requests_are_no_longer_than_the_model_takes(found: Found) -> None:
+    assert [each["coordinated"]["longest"] for each in found] == [128, 128]
+
+
 def test_new_weights_in_place_while_requests_run(found: Found) -> None:
     alone = found[0]["alone False"]
     for each in found:
