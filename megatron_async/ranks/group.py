@@ -44,7 +44,7 @@ _unfinished: list[threading.Thread] = []
 
 
 class RankGroup:
-    """Rank 0's hold on the others. One for each process, at a time.
+    """Rank 0's hold on the others. One for each process at a time, unless they are the user's.
 
     Args:
         calls: connections by rank.

@@ -1,6 +1,7 @@
 """What rank 0 tells the others and what they answer, as frozen data.
 
-The calls that the loop makes on its runner, what an engine is built from, and new weights.
+The calls that the loop makes on its runner, what an engine is built from, new weights, timelines,
+and calls of a user's.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class Sample(Told, frozen=True):
 
 
 class Masks(Told, frozen=True):
-    """Allowed-token masks of the pending ticket, ``rows`` of them: int32 words of ``masked`` and
-    then of the masks that count are the bytes."""
+    """Allowed-token masks of the pending ticket: ``data`` is the int32 words of ``masked``, and then
+    those of the masks that count."""
 
     engine: int
     data: bytes

@@ -68,7 +68,7 @@ class Standing(_Data, frozen=True):
 
     @classmethod
     def before_it_is_built(cls) -> Standing:
-        """Of an engine that is not there yet."""
+        """The standing of an engine that is not there yet."""
         return cls(
             active=[], suspended=False, sleeping=False, weight_version=0, steps=0, evictions=0,
             in_flight=0,

@@ -40,7 +40,7 @@ BOTH = {"gpu": [()], "small": [()]}
 
 @on_both(**BOTH)
 def test_each_gets_all_messages_in_order(device: torch.device, ranks: list[Mailbox]) -> None:
-    """Of other lengths, more than a ring has places for, some of them still to be taken."""
+    """Messages of other lengths, more than a ring has places for, some still to be taken."""
     sizes = [1, CAPACITY, 2, 33, 7, 64, 5, 12, 1, 40]
     sent = [message(words, seed, device) for seed, words in enumerate(sizes)]
     for number, each in enumerate(sent):
