@@ -69,7 +69,7 @@ class Sample(Told, frozen=True):
 
 
 class Masks(Told, frozen=True):
-    """Allowed-token masks of the pending ticket: ``data`` is the int32 words of ``masked``, and then
+    """Allowed-token masks of the pending ticket: ``data`` has the int32 words of ``masked``, then
     those of the masks that count."""
 
     engine: int
