@@ -156,7 +156,11 @@ class Run:
 
     def sequences(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Prompt and generated tokens of each request that has ended, in the order of
-        ``endings``: for an engine with other weights to :meth:`~.DynamicInferenceEngine.score`."""
+        ``endings``: for an engine with other weights to :meth:`~.DynamicInferenceEngine.score`.
+
+        Raises:
+            ConfigError: a request ended that was not added.
+        """
         prompts: dict[int, tuple[int, ...]] = {}
         found, commands = [], list(self.applied)[::-1]
         for number, ending in enumerate(self.endings):
@@ -165,6 +169,8 @@ class Run:
                 if isinstance(command, AddRequest):
                     forced = len(command.params["forced_token_ids"] or ())
                     prompts[command.request_id] = command.tokens[: len(command.tokens) - forced]
+            if ending.request_id not in prompts:
+                raise ConfigError(f"request_id={ending.request_id} ended and was not added")
             found.append((prompts[ending.request_id], tuple(ending.tokens)))
         return found
 
