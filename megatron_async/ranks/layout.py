@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from megatron_async.config.engine_config import EngineConfig
 from megatron_async.errors import ConfigError
 
+MOST_MICRO_BATCHES = 16
+"""With steps of some depth, and a few stages, fewer messages are on their way than
+``kernels/ranks/mailbox.py`` has room for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -100,6 +104,11 @@ def unsupported(layout: Layout, config: EngineConfig) -> Iterable[str]:
             "num_speculative_tokens with pipeline_model_parallel_size above 1 needs "
             "speculative_method='ngram' or 'grammar': other drafts need the last stage's hidden "
             "states"
+        )
+    if layout.pipeline > 1 and (config.pipeline_micro_batches or 0) > MOST_MICRO_BATCHES:
+        yield (
+            f"pipeline_micro_batches={config.pipeline_micro_batches} is more than "
+            f"{MOST_MICRO_BATCHES}, which stages have messages for"
         )
     if layout.pipeline > 1 and config.draft_model is not None:
         yield "draft_model does not go together with pipeline_model_parallel_size above 1"

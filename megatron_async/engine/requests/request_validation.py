@@ -114,7 +114,7 @@ class RequestValidator:
         max_new = self._max_new(len(tokens), params)
         if params.forced_token_ids:
             max_new -= self._check_forced(params.forced_token_ids, max_new)
-            tokens += params.forced_token_ids
+            tokens = [*tokens, *params.forced_token_ids]
         self._check_fits(len(tokens) + max_new)
         if self._tokenizer.tokenizer is None:
             _check_texts(params)

@@ -62,9 +62,11 @@ class Profiler:
             forget()
             suspended = engine.suspended
             engine.suspend()  # what is in flight is shown to its end
-            recording = recorder.take(engine.model_name, start_ns)
-            if not suspended:
-                engine.resume()
+            try:
+                recording = recorder.take(engine.model_name, start_ns)
+            finally:
+                if not suspended:
+                    engine.resume()
         if call.is_cancelled:
             raise RequestError("nobody waits for the profile any more")
         events, summary = trace_events(recording)

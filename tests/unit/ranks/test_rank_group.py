@@ -27,7 +27,7 @@ from megatron_async.processes.call import Call
 from megatron_async.processes.watching.heartbeat import BEATS, PREPARING_TIMES, Heartbeats
 from megatron_async.ranks import channel, group, messages, process_group, start
 from megatron_async.ranks.group import RankGroup
-from megatron_async.ranks.layout import Layout
+from megatron_async.ranks.layout import Layout, unsupported
 from megatron_async.ranks.messages import ANSWERS, Failed
 from megatron_async.ranks.rendezvous import meeting
 from megatron_async.ranks.rendezvous.call import BEAT
@@ -291,3 +291,11 @@ def test_as_many_ranks_as_cores_are_started(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(start.os, "cpu_count", lambda: 24)
     with pytest.raises(AssertionError, match="a process was started"):
         start_group(Layout(24), "cpu", 8.0)
+
+
+def test_more_micro_batches_than_stages_have_messages_for_are_refused() -> None:
+    for count, reasons in ((16, []), (17, ["pipeline_micro_batches=17 is more than 16"])):
+        config = EngineConfig(pipeline_model_parallel_size=2, pipeline_micro_batches=count)
+        said = list(unsupported(Layout(pipeline=2), config))
+        assert len(said) == len(reasons)
+        assert all(each.startswith(reason) for each, reason in zip(said, reasons, strict=True))
