@@ -95,7 +95,7 @@ _KNOWN: tuple[tuple[str, _Said], ...] = (
     (
         r"(?:line \d+: |there is no rule|rule \w+ needs|a schema is|the schema|it allows no text"
         r"|no token of|[$\w.]+ must be |(?:minimum|maximum|multipleOf|exclusive\w+) \S+ is beyond"
-        r"|its parts).*",
+        r"|its parts|pattern .* ends with a single backslash).*",
         lambda found: found[0],
     ),
     (r".*recursion (?:depth|limit)", "its parts lie too deep inside each other"),

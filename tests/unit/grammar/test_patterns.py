@@ -9,6 +9,7 @@ import re
 import jsonschema_rs
 import pytest
 
+from megatron_async.errors import RequestError
 from megatron_async.grammar.patterns import of_all_readers
 from megatron_async.grammar.spec import StructuredOutputs
 from tests.unit.grammar.test_grammar import COMPILERS
@@ -45,9 +46,36 @@ def test_what_a_pattern_lets_a_model_write_conforms(pattern: str) -> None:
             assert re.search(str(schema["pattern"]), text), repr(text)
 
 
-@pytest.mark.parametrize("pattern", ["", "a", r"\d\\s", "[a-z]+", r"[^\]]"])
+@pytest.mark.parametrize("pattern", ["", "a", r"\d\\s", "[a-z]+", r"[^\]]", r"\\", "[", "]"])
 def test_patterns_without_whitespace_stay_as_they_are(pattern: str) -> None:
     assert of_all_readers(pattern) == pattern
+
+
+@pytest.mark.parametrize("pattern", [r"[\s-a]", r"[\s-\uffff]", r"[+-\S]", r"[\x00-\s]", r"[\S-a]"])
+def test_a_range_that_ends_with_a_class_is_refused(pattern: str) -> None:
+    with pytest.raises(RequestError, match="invalid range boundary"):
+        taken({"type": "string", "pattern": pattern}, [])
+
+
+@pytest.mark.parametrize("pattern", ["a\\", "\\s\\", "\\\\\\"])
+def test_a_backslash_at_the_end_is_refused(pattern: str) -> None:
+    with pytest.raises(RequestError, match="single backslash; write two"):
+        taken({"type": "string", "pattern": pattern}, [])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "characters"),
+    [
+        (r"[]\s]", "] \u3000"),  # a bracket that comes first is a character
+        (r"[^]\s]", "ab-"),
+        (r"[[a]\s-]", "a- \u3000"),
+        (r"[^[a]\S]", " \u3000"),
+        (r"(?x:[a\s])", "a \u3000"),  # blanks of the expression are left out
+    ],
+)
+def test_classes_are_those_of_the_library(pattern: str, characters: str) -> None:
+    schema: dict[str, object] = {"type": "string", "pattern": f"^(?:{pattern})$"}
+    assert "".join(taken(schema, list("ab-] \x85\u3000\ufeff"))) == characters
 
 
 def test_names_of_properties_have_patterns_too() -> None:
