@@ -11,7 +11,7 @@ from megatron_async.checkpoint.reading.field_uses import FieldUses
 from megatron_async.checkpoint.reading.fields import Fields
 from megatron_async.checkpoint.reading.json_file import read_json
 from megatron_async.checkpoint.reading.regular_files import is_regular_file
-from megatron_async.errors import CheckpointError, RequestError, shown
+from megatron_async.errors import CheckpointError, RequestError, legible, shown
 from megatron_async.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -99,4 +99,4 @@ def _name_others(path: Path, values: Mapping[str, Any], uses: FieldUses) -> None
         told = ", ".join(f"{name}={shown(values[name])}" for name in names)
         logger.warning("%s: %s would change what transformers generates; left unread", path, told)
     if unknown := uses.unknown(values):
-        logger.warning("%s: fields that are left unread: %s", path, ", ".join(unknown))
+        logger.warning("%s: fields that are left unread: %s", path, legible(", ".join(unknown)))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from megatron_async.checkpoint.reading.json_file import one_line
 from megatron_async.checkpoint.targets import Target
 from megatron_async.errors import CheckpointError
 
@@ -130,11 +131,15 @@ def fp8_targets(
     """
     found = dict(targets)
     scales = {name: _scale_name(name, stored) for name in targets if _is_fp8(name, stored)}
+    blocks = {
+        name: block or (BLOCK if scale_name.endswith(SUFFIXES[0]) else None)
+        for name, scale_name in scales.items()
+    }
+    for name, scale_name in scales.items():  # before any is read: they may be as large as a file
+        check_shape(name, stored[name].shape, stored[scale_name].shape, blocks[name])
     values = _read(scales.values(), stored)
     for name, scale_name in scales.items():
-        shape, scale = stored[name].shape, values[scale_name]
-        of_name = block or (BLOCK if scale_name.endswith(SUFFIXES[0]) else None)
-        check_shape(name, shape, tuple(scale.shape), of_name)
+        of_name, scale = blocks[name], values[scale_name]
         check_scale(scale_name, scale)
         target = targets[name]
         found[name] = Fp8Target(
@@ -176,13 +181,16 @@ def _scale_name(name: str, stored: Mapping[str, StoredTensor]) -> str:
 
 def _read(names: Iterable[str], stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
     """Read whole tensors, each file once."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     by_file: dict[Path, list[str]] = {}
     for name in names:
         by_file.setdefault(stored[name].file, []).append(name)
     found: dict[str, Tensor] = {}
     for file, theirs in by_file.items():
-        with safe_open(file, framework="pt") as opened:
-            found |= {name: opened.get_tensor(name) for name in theirs}
+        try:
+            with safe_open(file, framework="pt") as opened:
+                found |= {name: opened.get_tensor(name) for name in theirs}
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file}: was changed meanwhile: {one_line(error)}") from error
     return found

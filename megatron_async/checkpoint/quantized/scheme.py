@@ -18,6 +18,7 @@ from megatron_async.checkpoint.quantized.fp8 import fp8_targets, or_scales_of
 from megatron_async.checkpoint.reading.field_uses import FieldUses
 from megatron_async.checkpoint.reading.files import SafetensorsWeights, StoredTensor
 from megatron_async.checkpoint.reading.json_file import read_json
+from megatron_async.checkpoint.reading.regular_files import is_regular_file
 from megatron_async.errors import CheckpointError, shown
 
 _LARGEST_BLOCK = 1 << 16
@@ -69,15 +70,20 @@ def read_scheme(directory: Path, values: Mapping[str, Any]) -> Fp8Scheme | None:
     those that are plain, or packed as their type has its own way.
 
     Raises:
-        CheckpointError: see :func:`scheme_of`.
+        CheckpointError: see :func:`scheme_of`; ModelOpt's file is no regular one, or no JSON.
     """
-    found = values.get(FIELD)
-    if found is None and (directory / MODELOPT_FILE).is_file():
-        inner = read_json(directory / MODELOPT_FILE).get("quantization")
-        if isinstance(inner, dict) and inner.get("quant_algo") is None:
-            return None  # the KV cache alone
-        found = {"quant_method": "modelopt", **(inner if isinstance(inner, dict) else {})}
-    return scheme_of(found) if knows(found) else None
+    found, path = values.get(FIELD), directory / MODELOPT_FILE
+    if found is not None or not is_regular_file(path):
+        return scheme_of(found) if knows(found) else None
+    inner = read_json(path).get("quantization")
+    if not isinstance(inner, dict):
+        raise CheckpointError(f"{path}: quantization must be an object with quant_algo")
+    if inner.get("quant_algo") is None:
+        return None  # the KV cache alone
+    try:
+        return _modelopt(inner)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def with_scales(

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_async.errors import CheckpointError, shown
+from megatron_async.errors import CheckpointError, legible, shown
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,8 @@ class FieldUses:
                 f"{name}={shown(values[name])} is not supported; supported: {known}"
             )
         if unknown := self.unknown(values):
-            logger.warning("fields of %s that are left unread: %s", of, ", ".join(unknown))
+            names = legible(", ".join(unknown))
+            logger.warning("fields of %s that are left unread: %s", legible(of), names)
 
     def unsupported(self, values: Mapping[str, Any]) -> list[str]:
         """The fields that have another value than those that are supported."""

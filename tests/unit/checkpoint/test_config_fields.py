@@ -204,7 +204,7 @@ def test_documentation_has_the_table() -> None:
 
 def test_unknown_fields_are_named_once(log: pytest.LogCaptureFixture) -> None:
     uses = FieldUses.of("a", "b")
-    uses.check({"a": 1, "b": 2, "c": 3, "d": None, "e": [], "_f": 1})
+    uses.check({"a": 1, "b": 2, "c": 3, "d": None, "e": [], "_f": 1, "\x1b[2J": 1})
     assert [r.getMessage() for r in log.records] == [
-        "fields of config.json that are left unread: c"
+        r"fields of config.json that are left unread: \x1b[2J, c"
     ]

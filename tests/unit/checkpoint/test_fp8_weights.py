@@ -163,7 +163,17 @@ def test_modelopts_own_file_is_read(plain: Path, tmp_path: Path) -> None:
     found, meant = parameters_of(path), parameters_of(path / "meant")
     assert all(found[name].equal(meant[name]) for name in meant)
     (path / scheme.MODELOPT_FILE).write_text(text.replace('"FP8"', '"W4A16_AWQ"'))
-    with pytest.raises(CheckpointError, match="quant_algo='W4A16_AWQ' is not supported"):
+    with pytest.raises(CheckpointError, match=r"quant_config.json: .*'W4A16_AWQ' is not supported"):
+        load_pretrained(path)
+    for other in ("[]", '{"quant_method": "fp8", "quant_algo": "NVFP4"}'):
+        (path / scheme.MODELOPT_FILE).write_text(f'{{"quantization": {other}}}')
+        with pytest.raises(
+            CheckpointError, match=r"quant_config.json: .*(an object|'NVFP4' is not)"
+        ):
+            load_pretrained(path)
+    (path / scheme.MODELOPT_FILE).unlink()
+    (path / scheme.MODELOPT_FILE).mkdir()
+    with pytest.raises(CheckpointError, match=r"quant_config.json: is a directory"):
         load_pretrained(path)
 
 
