@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import threading
 from typing import Any
 
 import torch
@@ -76,7 +77,8 @@ class ExactNumerics:
         # Recomputed behind the forward, a layer would choose other experts than in it.
         is_kept = getattr(model.config, "recompute_granularity", None) is None
         self._layers = expert_layers(model) if is_kept else []
-        self._value: Tensor | None = None
+        self._current = threading.local()  # several threads may run the model
+        self._form = _form(model)
         self._hooks = (
             model.register_forward_pre_hook(self._compute, with_kwargs=True),
             model.register_forward_hook(self._replace, with_kwargs=True, always_call=True),
@@ -108,24 +110,29 @@ class ExactNumerics:
 
     def _compute(self, model: Any, args: Any, kwargs: Any) -> None:
         """Before a forward: its values, and its experts."""
-        self._value = None
+        self._current.value = None
         given = self._signature.bind(model, *args, **kwargs).arguments
         given |= given.get("kwargs", {})
         if given.get("inference_context") is not None or given.get("inference_params") is not None:
             return
+        if _form(model) != self._form:
+            raise ConfigError(
+                "exact_numerics: modules, dtype or device of the model have changed since: close "
+                "it, and call it again"
+            )
         _check_stacked(self._network.model)
         token_ids, labels = given["input_ids"], given.get("labels")
         lengths = _lengths(token_ids, given.get("position_ids"), given.get("packed_seq_params"))
         logits, experts = self._whole.logits(token_ids.flatten(), lengths)
         logits = logits.view(*token_ids.shape, -1)
-        self._value = logits if labels is None else -self.log_probs(logits, labels)
+        self._current.value = logits if labels is None else -self.log_probs(logits, labels)
         # A model has the tokens of all rows at a position one behind the other.
         shaped = [ids.view(*token_ids.shape, -1).transpose(0, 1).flatten(0, 1) for ids in experts]
         choose(self._layers, shaped)
 
     def _replace(self, model: Any, args: Any, kwargs: Any, output: Any) -> Tensor | None:
         """Behind a forward, also one that failed."""
-        value, self._value = self._value, None
+        value = vars(self._current).pop("value", None)
         choose(self._layers, None)
         if value is None or not isinstance(output, Tensor):
             return None
@@ -146,8 +153,25 @@ class _Value(torch.autograd.Function):
         return grads[0], None
 
 
+def _form(model: Any) -> tuple[Any, ...]:
+    """What the second tree of modules has of the first one, beside parameters."""
+    first = next(model.parameters())
+    return first.dtype, first.device, *map(id, model.modules())
+
+
 def _check(model: Any) -> None:
-    config = model.config
+    config = getattr(model, "config", None)
+    if not isinstance(model, torch.nn.Module) or not hasattr(config, "num_layers"):
+        raise ConfigError(
+            f"exact_numerics: a {type(model).__name__} is no model that an engine serves: give one "
+            "of this package, or a GPTModel, HybridModel or MambaModel of megatron-core; of a "
+            "wrapper give what it is around"
+        )
+    if any(
+        isinstance(getattr(hook, "__self__", None), ExactNumerics)
+        for hook in model._forward_pre_hooks.values()
+    ):
+        raise ConfigError("exact_numerics: the model has exact numerics already; close them first")
     for name in ("hidden_dropout", "attention_dropout"):
         if getattr(config, name, 0):
             raise ConfigError(f"exact_numerics: {name}={getattr(config, name)} must be 0")
@@ -176,14 +200,29 @@ def _lengths(token_ids: Tensor, position_ids: Tensor | None, packed: Any) -> lis
     Raises:
         ConfigError: without ``packed``, a row is not one sequence from position 0 on.
     """
+    if torch.is_autocast_enabled(token_ids.device.type):
+        raise ConfigError(
+            "exact_numerics: autocast is on, which engines do not know: leave it out, and load the "
+            "model in the dtype of the engine"
+        )
+    if token_ids.dim() != 2 or not token_ids.numel():
+        raise ConfigError(
+            f"exact_numerics: input_ids of shape {list(token_ids.shape)} must be of at least one "
+            "row and one token"
+        )
     rows, columns = token_ids.shape
     if packed is not None:
         ends = packed.cu_seqlens_q.tolist()
-        lengths = [end - start for start, end in itertools.pairwise(ends)]
-        return [length for length in lengths if length]
+        lengths = [end - start for start, end in itertools.pairwise(ends) if end > start]
+        if sum(lengths) != token_ids.numel():
+            raise ConfigError(
+                f"exact_numerics: cu_seqlens_q has sequences of {sum(lengths)} tokens, and "
+                f"input_ids has {token_ids.numel()}"
+            )
+        return lengths
     if position_ids is not None:
-        counted = torch.arange(columns, device=position_ids.device).expand(rows, columns)
-        if not torch.equal(position_ids.expand(rows, columns), counted):
+        counted = torch.arange(columns, device=position_ids.device)
+        if position_ids.shape[-1] != columns or not bool((position_ids == counted).all()):
             raise ConfigError(
                 "exact_numerics: position_ids do not count from 0 in each row: pad behind the last "
                 "token, and say by packed_seq_params where packed sequences begin"

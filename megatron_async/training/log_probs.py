@@ -47,9 +47,11 @@ def exact_log_probs(
             f"logits of shape {tuple(logits.shape)} and tokens of shape {tuple(tokens.shape)}: "
             "give one token for each position"
         )
+    if tokens.is_floating_point():
+        raise ConfigError(f"tokens have dtype {tokens.dtype}: give integers")
     if temperature is None and (top_k, top_p) != (0, 0.0):
         raise ConfigError("top_k and top_p are of processed log-probabilities: give a temperature")
-    if temperature is not None and (temperature < 0 or top_k < 0 or not 0 <= top_p <= 1):
+    if temperature is not None and (not temperature >= 0 or top_k < 0 or not 0 <= top_p <= 1):
         raise ConfigError(
             f"temperature={temperature}, top_k={top_k}, top_p={top_p}: the first two must not be "
             "negative, and top_p between 0 and 1"

@@ -50,6 +50,8 @@ def test_what_log_probs_do_not_take_is_refused() -> None:
         ({"tokens": tokens[:1]}, "one token for each position"),
         ({"top_k": 3}, "give a temperature"),
         ({"temperature": -1.0}, "must not be negative"),
+        ({"temperature": float("nan")}, "must not be negative"),
+        ({"tokens": tokens.float()}, "give integers"),
         ({"temperature": 1.0, "top_p": 1.5}, "top_p between 0 and 1"),
     ):
         with pytest.raises(ConfigError, match=said):

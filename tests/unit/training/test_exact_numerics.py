@@ -4,6 +4,7 @@ in the engine: drafts, prefix hits, evictions, chunks, new weights in between.""
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -402,6 +403,64 @@ def test_what_has_no_exact_values_is_refused() -> None:
     model.post_process = False
     with pytest.raises(ConfigError, match="one of several pipeline stages"):
         exact_numerics(model)
+
+
+@pytest.mark.parametrize("model", [None, "tiny", torch.nn.Linear(2, 2)])
+def test_what_is_no_model_is_refused(model: Any) -> None:
+    with pytest.raises(ConfigError, match="is no model that an engine serves: give one"):
+        exact_numerics(model)
+
+
+def test_a_model_has_exact_numerics_once() -> None:
+    model = model_of("dense", torch.float32)
+    with exact_numerics(model), pytest.raises(ConfigError, match="already; close them first"):
+        exact_numerics(model)
+    exact_numerics(model).close()
+
+
+def test_forwards_that_would_not_be_exact_are_refused() -> None:
+    model, tokens = model_of("dense", torch.float32), torch.arange(6)[None]
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 4], dtype=torch.int32))
+    with exact_numerics(model):
+        for wrong, said in (
+            ((tokens[0], None, None), "at least one row and one token"),
+            ((tokens[:0], None, None), "at least one row and one token"),
+            ((tokens, torch.arange(3)[None], None), "position_ids do not count"),
+        ):
+            with pytest.raises(ConfigError, match=said):
+                model(*wrong)
+        with pytest.raises(ConfigError, match="sequences of 4 tokens, and input_ids has 6"):
+            model(tokens, None, None, packed_seq_params=packed)
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(ConfigError, match="autocast"):
+            model(tokens, None, None)
+        model(tokens, None, None)
+        layer = model.decoder.layers[0].mlp
+        layer.linear_fc1 = torch.nn.Sequential(layer.linear_fc1)
+        with pytest.raises(ConfigError, match=r"modules, .* of the model have changed"):
+            model(tokens, None, None)
+
+
+def test_threads_have_values_of_their_own() -> None:
+    """Another thread's forward runs between the two hooks of this one's."""
+    model, tokens = model_of("dense", torch.float32), torch.arange(12).view(2, 1, 6)
+    found: list[Tensor] = []
+
+    @torch.no_grad()
+    def forward(ids: Tensor) -> None:
+        found.append(model(ids, None, None))
+
+    def in_another_thread(*_: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            other = threading.Thread(target=forward, args=(tokens[1],))
+            other.start()
+            other.join()
+
+    with exact_numerics(model):
+        forward(tokens[1])
+        forward(tokens[0])
+        model.decoder.register_forward_hook(in_another_thread)
+        forward(tokens[0])
+    assert found[2].equal(found[0]) and found[3].equal(found[1])
 
 
 def test_experts_whose_parameters_have_moved_are_refused(megatron_trains_on_a_cpu: None) -> None:
