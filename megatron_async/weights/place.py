@@ -196,6 +196,8 @@ def _with_values(given: Any) -> dict[str, Tensor]:
     """
     if not isinstance(given, Mapping):
         raise CheckpointError(f"the new weights are a {type(given).__name__}; give a state dict")
+    if isinstance(given, OpenedWeights):
+        given.check()  # before a look at values, which would end the process
     tensors = {k: v for k, v in given.items() if not str(k).endswith("_extra_state")}
     if not tensors:
         raise CheckpointError("the new weights are empty; give parameters by their names")

@@ -71,21 +71,30 @@ class SharedWeights:
         self._views: list[Tensor] = []
         self._end: Callable[[], object] | None = None
         if kinds == {"cpu"}:
-            self._offsets, size = _offsets_of(self._infos)
+            self._offsets, self._size = _offsets_of(self._infos)
             self._path = _file_in_memory()
             self._end = weakref.finalize(self, _remove, self._path, os.getpid())
-            whole = _room(self._path, size)
+            whole = _room(self._path, self._size)
             self._views = _views(whole, self._infos, self._offsets)
 
     def export(self) -> dict[str, Any]:
         """Handles of the tensors as they are now, in JSON's types, for :func:`open_weights` to be
-        called once with. Waits for the device."""
+        called once with. Waits for the device.
+
+        Raises:
+            CheckpointError: this is closed, or its file was removed or cut short.
+        """
         infos = [info.to_json() for info in self._infos]
         if self._path is None:
             for device in {tensor.device for tensor in self._tensors.values()}:
                 torch.cuda.synchronize(device)
             cuda = [_cuda_handle(tensor) for tensor in self._tensors.values()]
             return {"kind": "cuda", "tensors": infos, "handles": cuda}
+        # A write to a page that is gone would end the process.
+        if not self._path.is_file() or self._path.stat().st_size < self._size:
+            raise CheckpointError(
+                f"{self._path} is closed, removed or cut short; make new SharedWeights"
+            )
         for view, tensor in zip(self._views, self._tensors.values(), strict=True):
             view.copy_(tensor)
         return {"kind": "cpu", "tensors": infos, "path": str(self._path)}

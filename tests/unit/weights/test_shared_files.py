@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,24 @@ def test_a_file_that_was_cut_short_leaves_the_old_weights(unchecked: bool) -> No
         with pytest.raises(CheckpointError, match="does not hold"):
             open_weights(handles)
     assert all(parameter.equal(old[name]) for name, parameter in served.named_parameters())
+
+
+@pytest.mark.parametrize("end", (SharedWeights.close, lambda x: os.truncate(x.export()["path"], 9)))
+def test_what_is_gone_is_not_written_to(end: Callable[[SharedWeights], None]) -> None:
+    with SharedWeights({"a": torch.ones(3)}) as trainer:
+        end(trainer)
+        with pytest.raises(CheckpointError, match="closed, removed or cut short; make new"):
+            trainer.export()
+
+
+def test_a_file_that_was_cut_short_is_not_looked_at() -> None:
+    served = model(1, torch.float32)
+    with SharedWeights(state_of(model(2, torch.float32))) as trainer:
+        handles = trainer.export()
+        opened = open_weights(handles)
+        os.truncate(handles["path"], 9)
+        with pytest.raises(CheckpointError, match="cut short, and none of its weights was taken"):
+            read_weights(served, opened)
 
 
 def test_a_file_that_is_cut_short_in_the_midst_is_another_error(
