@@ -160,8 +160,8 @@ def _form(model: Any) -> tuple[Any, ...]:
 
 
 def _check(model: Any) -> None:
-    config = getattr(model, "config", None)
-    if not isinstance(model, torch.nn.Module) or not hasattr(config, "num_layers"):
+    is_network = isinstance(model, torch.nn.Module) and hasattr(model, "config")
+    if not is_network or not hasattr(model.config, "num_layers"):
         raise ConfigError(
             f"exact_numerics: a {type(model).__name__} is no model that an engine serves: give one "
             "of this package, or a GPTModel, HybridModel or MambaModel of megatron-core; of a "
@@ -172,6 +172,7 @@ def _check(model: Any) -> None:
         for hook in model._forward_pre_hooks.values()
     ):
         raise ConfigError("exact_numerics: the model has exact numerics already; close them first")
+    config = model.config
     for name in ("hidden_dropout", "attention_dropout"):
         if getattr(config, name, 0):
             raise ConfigError(f"exact_numerics: {name}={getattr(config, name)} must be 0")
