@@ -131,6 +131,9 @@ def fp8_targets(
     """
     found = dict(targets)
     scales = {name: _scale_name(name, stored) for name in targets if _is_fp8(name, stored)}
+    for name in targets:
+        if name not in scales:
+            _check_plain(name, stored)
     blocks = {
         name: block or (BLOCK if scale_name.endswith(SUFFIXES[0]) else None)
         for name, scale_name in scales.items()
@@ -165,18 +168,34 @@ def _is_fp8(name: str, stored: Mapping[str, StoredTensor]) -> bool:
 
 
 def _scale_name(name: str, stored: Mapping[str, StoredTensor]) -> str:
-    for suffix in SUFFIXES:
-        if (scale := f"{name}{suffix}") in stored:
-            if stored[scale].dtype not in SCALE_DTYPES:
-                raise CheckpointError(
-                    f"{stored[scale].file}: {scale} has dtype {stored[scale].dtype}; supported are "
-                    f"{', '.join(SCALE_DTYPES)}"
-                )
-            return scale
-    raise CheckpointError(
-        f"{stored[name].file}: {name} is {STORED} and has no scales: "
-        f"{' or '.join(name + suffix for suffix in SUFFIXES)} is missing"
-    )
+    file, found = stored[name].file, _scales_of(name, stored)
+    if len(found) != 1:
+        names = " or ".join(name + suffix for suffix in SUFFIXES)
+        fault = f"is {STORED} and has no scales: {names} is missing"
+        if found:
+            fault = f"has scales of two names: leave out {names}"
+        raise CheckpointError(f"{file}: {name} {fault}")
+    (scale,) = found
+    if stored[scale].dtype not in SCALE_DTYPES:
+        raise CheckpointError(
+            f"{stored[scale].file}: {scale} has dtype {stored[scale].dtype}; supported are "
+            f"{', '.join(SCALE_DTYPES)}"
+        )
+    return scale
+
+
+def _scales_of(name: str, stored: Mapping[str, StoredTensor]) -> list[str]:
+    return [scale for suffix in SUFFIXES if (scale := f"{name}{suffix}") in stored]
+
+
+def _check_plain(name: str, stored: Mapping[str, StoredTensor]) -> None:
+    """Raise where a weight of another dtype has scales."""
+    if name in stored and (scales := _scales_of(name, stored)):
+        file, _, dtype = stored[name]
+        raise CheckpointError(
+            f"{file}: {name} is {dtype} and has scales, {scales[0]}: store it as {STORED}, or "
+            "leave its scales out"
+        )
 
 
 def _read(names: Iterable[str], stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:

@@ -231,6 +231,24 @@ def test_bad_scales_are_named(
     assert all(x.equal(before[name]) for name, x in model.named_parameters())
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (SCALE.removesuffix("_inv"), "up_proj.weight has scales of two names: leave out .* or "),
+        ("lm_head.weight_scale", "lm_head.weight is F32 and has scales, .*: store it as F8_E4M3"),
+        ("lm_head.bias_scale", "unexpected tensor lm_head.bias_scale"),
+    ],
+)
+def test_scales_that_are_too_many_are_named(
+    name: str, message: str, plain: Path, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "model", plain / "llama", "deepseek")
+    tensors = load_file(path / "model.safetensors")
+    save_file(tensors | {name: torch.ones(1)}, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        load_pretrained(path)
+
+
 def test_a_weight_that_is_not_a_number_is_counted(plain: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "model", plain / "llama", "deepseek")
     tensors = load_file(path / "model.safetensors")
