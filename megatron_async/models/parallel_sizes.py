@@ -71,15 +71,18 @@ def _check_experts(config: ModelConfig, ranks: int, tensor: int) -> None:
         raise ConfigError(
             f"num_moe_experts={config.num_moe_experts} does not divide by {name}: use a smaller one"
         )
-    shared = config.moe_shared_expert_intermediate_size
-    sizes = {"moe_shared_expert_intermediate_size": shared}
+    shared_size = "moe_shared_expert_intermediate_size"
+    sizes = {shared_size: config.moe_shared_expert_intermediate_size}
     if ranks == 1:  # each expert is shared
         sizes["moe_ffn_hidden_size"] = config.moe_ffn_hidden_size
     for field, size in sizes.items():
         if size is not None and size % tensor:
+            whole = (
+                "" if field == shared_size else ", or expert_model_parallel_size for whole experts"
+            )
             raise ConfigError(
                 f"{field}={size} does not divide by the tensor parallel size {tensor}: use a "
-                "smaller one"
+                f"smaller one{whole}"
             )
 
 

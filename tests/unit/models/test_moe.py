@@ -386,7 +386,7 @@ def test_wrong_fields_are_named(changes: dict[str, Any], message: str) -> None:
             2,
             1,
             dataclasses.replace(CONFIG, moe_ffn_hidden_size=33),
-            "moe_ffn_hidden_size=33 does not divide by the tensor parallel size 2",
+            "moe_ffn_hidden_size=33 does not divide by the tensor .* size 2: .* for whole experts",
         ),
         (
             2,
