@@ -104,6 +104,8 @@ class SamplingParams:
             behind the prompt, their log-probabilities are the model's, and none of them ends the
             request. What follows is what would have followed had they been sampled. They come with
             the first token behind them; None for none.
+        return_routed_experts: the record has the experts that each token went to; the engine has
+            ``EngineConfig.return_routed_experts``.
         logits_processors: functions of (token ids so far, logits [vocabulary]) that return logits;
             each of their steps is a barrier. A recorded run that used them cannot be replayed.
     """
@@ -141,6 +143,7 @@ class SamplingParams:
     structured_outputs: Any = None
     forced_token_ids: Sequence[int] | None = None
     logits_processors: Sequence[Callable[..., Any]] | None = None
+    return_routed_experts: bool = False
     # Fields of megatron-core's releases; docs/megatron.md says what becomes of each.
     return_prompt_top_n_logprobs: InitVar[bool] = False
     detokenize_stop_sequence: InitVar[bool] = False
@@ -432,5 +435,6 @@ _CHECKS: dict[str, checks.Check] = {
     "structured_outputs": checks.structure,
     "forced_token_ids": checks.sequence_of_tokens,
     "logits_processors": checks.callables,
+    "return_routed_experts": checks.flag,
 }
 """How each parameter is checked."""

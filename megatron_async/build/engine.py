@@ -85,6 +85,7 @@ def assemble(
         extras_enabled=config.enable_sampling_extras,
         has_ranks=model.group is not None,
         filters_need_extras=spec.has_filters_in_extras,
+        returns_routes=config.return_routed_experts,
     )
     outputs = OutputProcessor(
         model.tokenizer,

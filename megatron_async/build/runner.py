@@ -118,6 +118,11 @@ def open_runner(
         for each in (network, model.draft):
             if each is not None:
                 each.reserve_positions(spec.sizes.max_sequence_length)
+        routed = None
+        if config.return_routed_experts:
+            from megatron_async.models.moe.routed import routed_layers
+
+            routed = routed_layers(network)
         runner = make(
             runs_on,
             batch,
@@ -133,6 +138,8 @@ def open_runner(
             windows=spec.limits.windows,
             micro_batches=spec.limits.micro_batches,
             synthetic_acceptance=config.testing.synthetic_acceptance,
+            routed=routed,
+            keeps_prefixes=config.enable_prefix_caching,
         )
     except BaseException:
         if given is None:

@@ -101,6 +101,10 @@ class EngineSpec:
         if config.block_size_tokens is None:
             config = replace(config, block_size_tokens=sizes.block_size_tokens)
         layout = layout_of(model, config)
+        if config.return_routed_experts:
+            from megatron_async.models.moe.routed import routed_layers
+
+            routed_layers(model.network)
         if given is not None:
             _check_suits(given, described, drafting)
         return cls(

@@ -138,6 +138,8 @@ class EngineConfig:
         enable_sampling_extras: keep room on the device for penalties, filters, log-probabilities
             and structured output, and capture the steps of requests that ask for them; the log
             says how much at the start. Without it such requests are refused.
+        return_routed_experts: hand out the experts that each token went to, to requests that ask
+            for them. Each layer of experts then leaves them in a buffer of the device.
         capture_mixed_steps: capture steps with prefill chunks too, one graph for each token
             bucket; without it their kernels are launched one by one, with the same results.
         kv_events_config: publish which blocks the prefix cache knows, for routers outside; a
@@ -190,6 +192,7 @@ class EngineConfig:
     adaptive_speculation: bool = False
     num_cuda_graphs: int | None = None
     enable_sampling_extras: bool = True
+    return_routed_experts: bool = False
     capture_mixed_steps: bool = True
     kv_events_config: KVEventsConfig | None = None
     enable_sleep_mode: bool = False

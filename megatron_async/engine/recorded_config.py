@@ -38,6 +38,7 @@ TAKEN = (
     "adaptive_speculation",
     "num_cuda_graphs",
     "enable_sampling_extras",
+    "return_routed_experts",
     "capture_mixed_steps",
     "enable_sleep_mode",
     "tensor_model_parallel_size",

@@ -76,6 +76,10 @@ class DynamicInferenceRequest:
     itself first. ``policy_epoch`` and ``kv_cache_epoch`` are megatron-core's: (position, generation
     epoch) from which on tokens, keys and values are of an epoch that a trainer has set.
 
+    ``routed_experts`` has, of an ended request that asked for it, the experts of each token that
+    went through the model, which are all but the last one: int16 ``[tokens - 1, layers, top_k]``, a
+    numpy array, layers in the model's order and the likeliest expert first.
+
     Log-probabilities are None unless asked for. ``generated_log_probs`` has one for each generated
     token, ``prompt_log_probs`` one for each prompt token but the first, and ``prompt_token_ranks``
     the place of that token among all: 1 for the most likely one; ``prompt_entropies`` are those of
@@ -113,6 +117,7 @@ class DynamicInferenceRequest:
     policy_epoch: list[tuple[int, int]] | None = None
     kv_cache_epoch: list[tuple[int, int]] | None = None
     prompt_entropies: list[float] | None = None
+    routed_experts: Any = None
 
     @property
     def generated_length(self) -> int:
@@ -167,6 +172,7 @@ class DynamicInferenceRequest:
             weight_spans=tuple(self.weight_spans),
             finish_reason=self.finish_reason,
             seed=self.seed,
+            routed_experts=self.routed_experts,
         )
 
     # --- a record, as megatron-core's ---------------------------------------------------------
@@ -233,6 +239,7 @@ class Rollout:
     weight_spans: tuple[WeightSpan, ...]
     finish_reason: FinishReason
     seed: int | None
+    routed_experts: Any = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         count = len(self.generated_tokens)

@@ -20,7 +20,7 @@ from megatron_async.request.fields import (
 from megatron_async.sampling_params import SamplingParams
 
 Request = TypeVar("Request")
-_LATER = ("policy_epoch", "kv_cache_epoch", "prompt_entropies")
+_LATER = ("policy_epoch", "kv_cache_epoch", "prompt_entropies", "routed_experts")
 _TOPS = ("generated_top_n_logprobs", "prompt_top_n_logprobs")
 
 
@@ -39,6 +39,8 @@ def request_to_json(request: Any) -> dict[str, Any]:
             for event in request.events
         ],
     }
+    if request.routed_experts is not None:
+        values["routed_experts"] = packed_ids(request.routed_experts)
     for name in _LATER:
         if values[name] is None:  # earlier versions do not know it
             del values[name]
@@ -47,6 +49,23 @@ def request_to_json(request: Any) -> dict[str, Any]:
             values[name] = [_top_to_json(top) for top in values[name]]
     data: dict[str, Any] = to_plain(values, _error_to_json)
     return data
+
+
+def packed_ids(ids: Any) -> dict[str, Any]:
+    """Experts of tokens, int16 ``[positions, layers, top_k]``, as their shape and base64."""
+    import base64
+
+    return {"shape": list(ids.shape), "int16": base64.b64encode(ids.tobytes()).decode()}
+
+
+def unpacked_ids(data: Any) -> Any:
+    """The inverse of :func:`packed_ids`; raises ValueError for what it does not return."""
+    import base64
+
+    import numpy as np
+
+    ids = np.frombuffer(base64.b64decode(data["int16"], validate=True), np.int16)
+    return ids.reshape(from_plain(data["shape"], list[int])).copy()
 
 
 def _top_to_json(top: dict[Any, float]) -> Any:
@@ -134,5 +153,6 @@ _FROM_JSON: dict[str, Callable[[Any], Any]] = {
     "status": Status.__getitem__,
     "events": lambda events: [_event(event) for event in events],
     **dict.fromkeys(_TOPS, _tops),
+    "routed_experts": lambda ids: None if ids is None else unpacked_ids(ids),
 }
 """Fields whose JSON is not that of their types."""

@@ -27,7 +27,9 @@ from megatron_async.step.plan import Guess, Plan, SampleShape, StateCopy, Ticket
 from megatron_async.step.records import RECORD_HEAD, StepResult, record_width
 
 if TYPE_CHECKING:
+    from megatron_async.models.moe.routed import RoutedLayers
     from megatron_async.runner.guided_drafts import GuidedDrafts
+    from megatron_async.runner.routed_experts import RoutedExperts
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,8 @@ class ModelRunner:
         make_drafter: from the batch and the most rows of a step.
         windows: those that plans may have, ascending; the last one holds the batch's drafts.
         synthetic_acceptance: drafts count as right at this rate, and tokens mean nothing.
+        routed: layers whose choice of experts is handed out; None hands out none.
+        keeps_prefixes: that of cached tokens is kept too.
 
     Attributes:
         wait_ns: time that the host was blocked on the device.
@@ -82,6 +86,8 @@ class ModelRunner:
         windows: tuple[int, ...] = (1,),
         micro_batches: int = 1,
         synthetic_acceptance: float | None = None,
+        routed: RoutedLayers | None = None,
+        keeps_prefixes: bool = True,
     ) -> None:
         self.device = device
         self.wait_ns = 0
@@ -120,6 +126,14 @@ class ModelRunner:
             masks = MaskRing(entries, max_rows * windows[-1], model.vocab_size, on)
             self._extras = SamplingExtras(self._extras_tables(model.vocab_size), masks)
         self._prompt_log_probs = PromptLogProbs(entries, tokens[-1], on)
+        self._routes: RoutedExperts | None = None
+        if routed is not None:
+            from megatron_async.runner.routed_experts import RoutedExperts
+
+            most = max(tokens[-1], max_rows * windows[-1])
+            self._routes = RoutedExperts(
+                device, routed, entries, most, sizes, keeps_prefixes=keeps_prefixes
+            )
         self._drafter = make_drafter(batch, max_rows)
         self._guided_drafts: GuidedDrafts | None = None
         if extras and self._drafter is not None:
@@ -140,6 +154,7 @@ class ModelRunner:
             poison=poison,
             drafter=self._drafter,
             synthetic_acceptance=synthetic_acceptance,
+            routes=self._routes,
         )
         if self._extras is not None:
             self._log_extras(self._extras)
@@ -273,6 +288,8 @@ class ModelRunner:
                 graphs.forward(rows, plan.window).replay()
             else:
                 graphs.launch_mixed(shape, _prompt_targets(plan))
+        if self._routes is not None:
+            self._routes.publish(plan.number, shape.tokens)
         if plan.snapshots:
             self._copy_states(plan.snapshots, "snapshot")
         later = SampleShape(shape.rows, plan.window, plan.drafts, plan.extended)
@@ -311,9 +328,14 @@ class ModelRunner:
             targets = _prompt_targets(ticket.plan)
             if targets is not None:
                 prompt_log_probs = self._prompt_log_probs.take(targets)
+        routes = None
+        if self._routes is not None:
+            plan = ticket.plan
+            is_decode = not plan.prefills and len(plan.assignments) <= rows
+            routes = self._routes.take(plan, window if is_decode else None)
         columns = records.tolist()
         tokens = list(zip(*columns[RECORD_HEAD:], strict=True))
-        return StepResult(columns[0], columns[1], tokens, log_probs, prompt_log_probs)
+        return StepResult(columns[0], columns[1], tokens, log_probs, prompt_log_probs, routes)
 
     def lacks(self, ticket: Ticket) -> bool:
         """Whether the S of a ticket in flight has not been launched on this rank."""
@@ -423,7 +445,7 @@ class ModelRunner:
             self._batch.release()
         for name in (
             "_graphs", "_program", "_packets", "_controls", "_results", "_extras",
-            "_prompt_log_probs", "_drafter", "_guided_drafts",
+            "_prompt_log_probs", "_drafter", "_guided_drafts", "_routes",
         ):  # fmt: skip
             setattr(self, name, None)
 

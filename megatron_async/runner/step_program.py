@@ -7,6 +7,7 @@ Nothing here reads a device value on the host.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +31,7 @@ from megatron_async.step.slot_fields import Source
 
 if TYPE_CHECKING:
     from megatron_async.kernels.sampling.step_kernels import StepKernels
+    from megatron_async.runner.routed_experts import RoutedExperts
 
 
 WINDOW_KERNELS_ON = True
@@ -70,8 +72,10 @@ class StepProgram:
         poison: bool,
         drafter: Drafter | None = None,
         synthetic_acceptance: float | None = None,
+        routes: RoutedExperts | None = None,
     ) -> None:
         self._device = device
+        self._routes = routes
         self._batch = batch
         self._state = batch.slots
         self._model = model
@@ -339,7 +343,8 @@ class StepProgram:
         index = index.to(ids.device, non_blocking=True)
         index = torch.cat([metadata.last_token_index, index])
         self._batch.begin(metadata._replace(last_token_index=index))
-        logits = self._model.forward(ids, positions, self._batch)
+        with self._routes_left():
+            logits = self._model.forward(ids, positions, self._batch)
         count = len(pending)
         pending.copy_(logits[:count])
         vocab_size, prompt_logits = self._model.vocab_size, logits[count:]
@@ -402,7 +407,12 @@ class StepProgram:
         hidden_states: torch.Tensor | None = None,
     ) -> None:
         """Logits ``[rows * window, vocabulary]`` of these tokens."""
-        self._model.forward_into(logits, ids, positions, self._batch, hidden_states)
+        with self._routes_left():
+            self._model.forward_into(logits, ids, positions, self._batch, hidden_states)
+
+    def _routes_left(self) -> AbstractContextManager[None]:
+        """The forward meanwhile leaves the experts that it chooses, if somebody wants them."""
+        return nullcontext() if self._routes is None else self._routes.left(self._batch.slot_mapping)
 
     def poison_blocks(self, blocks: list[int]) -> None:
         """Fill freed KV blocks with garbage."""

@@ -7,7 +7,7 @@ nowhere else. Without drafts the window is 1.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from megatron_async.step.extras import LOG_PROB_WORDS
 
@@ -28,9 +28,28 @@ LogProbs: TypeAlias = "npt.NDArray[np.int32]"
 """Log-probabilities of positions, ``[..., LOG_PROB_WORDS]``, as the device packs them."""
 
 
+RoutedIds: TypeAlias = "npt.NDArray[np.integer[Any]]"
+"""Numbers of experts, ``[tokens, layers, top_k]``."""
+
+
 def record_width(window: int, *, extended: bool) -> int:
     """Words of a row's record."""
     return RECORD_HEAD + window * (1 + LOG_PROB_WORDS if extended else 1)
+
+
+class Routes(NamedTuple):
+    """The experts that a forward's tokens went to, by token, layer and place.
+
+    Args:
+        ids: uint8 or int16 [tokens, layers, top_k], padding of rows included.
+        firsts: for each row of the plan the first of its tokens; its others lie behind it.
+        prefixes: by row, [cached tokens, layers, top_k] of the cached prefix that a request begins
+            with.
+    """
+
+    ids: RoutedIds
+    firsts: tuple[int, ...]
+    prefixes: dict[int, RoutedIds]
 
 
 class StepResult(NamedTuple):
@@ -38,7 +57,7 @@ class StepResult(NamedTuple):
     i, of which the first ``counts[i]`` count; 0 for a row that had ended before or was not
     sampled. ``log_probs`` is [rows, window, LOG_PROB_WORDS] after an extended S. Those of the
     plan's prompt targets are ``prompt_log_probs`` [targets, PROMPT_LOG_PROB_WORDS], in the chunks'
-    order.
+    order. ``routes`` are there in engines that hand out the experts of tokens.
     """
 
     counts: list[int]
@@ -46,3 +65,4 @@ class StepResult(NamedTuple):
     tokens: list[tuple[int, ...]]
     log_probs: LogProbs | None = None
     prompt_log_probs: LogProbs | None = None
+    routes: Routes | None = None

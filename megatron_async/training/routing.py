@@ -6,16 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from megatron_async.models.moe.adapt import AdaptedMoELayer
-from megatron_async.models.moe.layer import MoELayer
-
-
-def expert_layers(model: torch.nn.Module) -> list[Any]:
-    """The layers of experts of a model that is served, in its order."""
-    return [each for each in model.modules() if isinstance(each, (MoELayer, AdaptedMoELayer))]
+from megatron_async.models.moe.routed import expert_layers as expert_layers
 
 
 @contextmanager

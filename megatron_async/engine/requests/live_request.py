@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_async.engine.requests.log_probs import start_log_probs
 from megatron_async.engine.requests.request_text import RequestText
@@ -20,6 +20,9 @@ from megatron_async.request.request import (
 )
 from megatron_async.sampling_params import LIMITING
 from megatron_async.scheduler.events import Change
+
+if TYPE_CHECKING:
+    from megatron_async.engine.requests.token_routes import TokenRoutes
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +57,8 @@ class LiveRequest:
     """
 
     __slots__ = (
-        "_tokenizer", "forced", "forced_log_probs", "future", "last_time", "request", "started",
-        "stop_ids", "text", "version",
+        "_tokenizer", "forced", "forced_log_probs", "future", "last_time", "request", "routes",
+        "started", "stop_ids", "text", "version",
     )  # fmt: skip
 
     text: RequestText
@@ -74,6 +77,8 @@ class LiveRequest:
         """Log-probabilities of the first of them, as far as they are known, each with the version
         of its weights."""
         self.started = self.last_time = time.perf_counter()
+        self.routes: TokenRoutes | None = None
+        self._start_routes()
         self._tokenizer = tokenizer
         if request.sampling_params.stop_words:
             self.start_text()
@@ -82,6 +87,13 @@ class LiveRequest:
         """Make what makes its text: when it is first admitted, and before if there are stop words
         to be looked for."""
         self.text = RequestText(self.request, self._tokenizer, self.stop_ids)
+
+    def _start_routes(self) -> None:
+        """Have room for the experts of its tokens, if it asks for them."""
+        if self.request.sampling_params.return_routed_experts:
+            from megatron_async.engine.requests.token_routes import TokenRoutes
+
+            self.routes = TokenRoutes()
 
     def restart(self) -> None:
         """Forget what has been generated."""
@@ -96,6 +108,7 @@ class LiveRequest:
         request.prompt_log_probs = request.prompt_top_n_logprobs = None
         request.prompt_token_ranks = request.prompt_entropies = None
         start_log_probs(request)
+        self._start_routes()
         self.start_text()
         self.version = None
         self.forced, self.forced_log_probs = request.sampling_params.forced_token_ids or (), []
@@ -148,6 +161,9 @@ class LiveRequest:
             request.stop_reason = word
             if word is None:
                 request.stop_reason = _stop_reason(request, stop_token, eos_token_ids)
+        if self.routes is not None:
+            length = len(request.prompt_tokens) + len(request.generated_tokens)
+            request.routed_experts = self.routes.until(length - 1)
         request.finish_reason = reason
         request.status = STATUS_OF[reason]
         request.latency = now - self.started

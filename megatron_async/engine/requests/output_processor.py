@@ -39,6 +39,7 @@ from megatron_async.request.request import (
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.scheduler.events import Commit, Event
 from megatron_async.step.plan import Plan
+from megatron_async.step.records import Routes
 
 
 class TokenOutput(NamedTuple):
@@ -251,6 +252,14 @@ class OutputProcessor:
                 text = self._push(entry.text, token)
             own = each[-1] if each else None
             outputs.append(_new_output((request.request_id, token, text, reason, own)))
+
+    def take_routes(self, plan: Plan, commit: Commit, routes: Routes) -> None:
+        """Keep the experts of the tokens of a step, ahead of :meth:`commit`. Those of a decode row
+        are its newest token and the drafts that were accepted behind it."""
+        from megatron_async.engine.requests.token_routes import keep_decoded, keep_prefilled
+
+        keep_decoded(self._entries, plan, commit, routes)
+        keep_prefilled(self._entries, plan, routes)
 
     def verified(
         self, keys: Sequence[int], rows: Sequence[tuple[int, ...]], windows: Sequence[int]

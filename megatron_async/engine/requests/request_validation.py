@@ -61,7 +61,9 @@ class RequestValidator:
         extras_enabled: bool,
         has_ranks: bool = False,
         filters_need_extras: bool = False,
+        returns_routes: bool = False,
     ) -> None:
+        self._returns_routes = returns_routes
         self._has_ranks = has_ranks
         self._grammars = grammars
         self._extras = RequestExtras(
@@ -106,6 +108,7 @@ class RequestValidator:
                 "logits_processors are functions of rank 0, and a model of several ranks has no "
                 "whole logits there: leave them out, or load the model on one rank"
             )
+        self._check_routes(params)
         number = as_integer(priority)
         most = INTEGERS["priority"].high or 0
         if number is None or abs(number) > most:
@@ -140,6 +143,15 @@ class RequestValidator:
             and not (sampled.skip_prompt_log_probs and not sampled.forced_token_ids),
         )
         return command, params
+
+    def _check_routes(self, params: SamplingParams) -> None:
+        """Raises :class:`RequestError` for experts that the engine does not hand out."""
+        if params.return_routed_experts and not self._returns_routes:
+            raise RequestError(
+                "return_routed_experts=True needs an engine with "
+                "EngineConfig(return_routed_experts=True), or a server with "
+                "--enable-return-routed-experts"
+            )
 
     def checked(
         self, params: SamplingParams | CheckedParams | None
@@ -193,6 +205,7 @@ class RequestValidator:
         """The parameters of a recorded request; raises :class:`RequestError` unless :meth:`add`
         could have made its command."""
         params = command.params.params().checked()
+        self._check_routes(params)
         if self._tokenizer.tokenizer is None:
             _check_texts(params)
         if params.num_speculative_tokens is not None:

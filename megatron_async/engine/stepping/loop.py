@@ -252,6 +252,8 @@ class DecodeLoop:
             accepted=committed + discarded - len(commit.keys),
         )
         self.counters.committed(report)
+        if result.routes is not None:
+            self._outputs.take_routes(ticket.plan, commit, result.routes)
         self._output(commit, report)
         self._publish_events()
         for on_commit in self._observers.on_commit:

@@ -11,6 +11,7 @@ expert (``TEGroupedMLP`` has ``weight0``, ``weight1``, ...); ``shared_experts``,
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -49,6 +50,17 @@ class ExpertWeights(NamedTuple):
 
 
 Initialize = Callable[[Tensor], Any]
+
+
+class Leaving(threading.local):
+    """Where the forwards of a thread leave the experts that they choose: ``to`` is called with a
+    layer and int32 ``[T, k]``. None for nowhere."""
+
+    to: Callable[[Any, Tensor], None] | None = None
+
+
+leaving = Leaving()
+"""Of threads, since engines in several of them may run the same layers."""
 
 
 def _parameter(config: Any, initialize: Initialize | None, *shape: int) -> torch.nn.Parameter:
@@ -214,6 +226,8 @@ def mixture(layer: Any, hidden_states: Tensor, padding_mask: Tensor | None) -> T
     )
     if layer.noted is not None:
         layer.noted.append(routing.ids)
+    if leaving.to is not None:
+        leaving.to(layer, routing.ids)
     ranks = layer.ranks
     if ranks is not None:
         routing = held_experts(routing, len(w1) * ranks.expert_rank, len(w1))

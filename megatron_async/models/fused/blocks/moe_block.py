@@ -25,7 +25,7 @@ from megatron_async.models.fused.blocks.kernel_parameters import norm_of
 from megatron_async.models.fused.blocks.rank_sums import RankSums
 from megatron_async.models.fused.blocks.residual import LAYER, Norm, Step
 from megatron_async.models.moe.adapt import AdaptedMoELayer
-from megatron_async.models.moe.layer import MoELayer, SharedExpertMLP
+from megatron_async.models.moe.layer import MoELayer, SharedExpertMLP, leaving
 
 from megatron.core.transformer.moe.shared_experts import (  # isort: skip
     SharedExpertMLP as MegatronSharedExpertMLP,
@@ -164,6 +164,7 @@ class MoeBlock:
                 self._weights(), hidden, given, self.norm.eps, partial, live=live,
                 one_launch=context.grids_may_wait,
             )  # fmt: skip
+            self._leave(hidden.shape[0])
             return self._sums.add(partial, None, residual, reader, self._where)
         statistics = None
         if reader is not None:
@@ -174,7 +175,13 @@ class MoeBlock:
             statistics_out=statistics, scaled=residual.scaled_for(reader),
             one_launch=context.grids_may_wait,
         )  # fmt: skip
+        self._leave(hidden.shape[0])
         return statistics
+
+    def _leave(self, rows: int) -> None:
+        """Hand out the experts that the kernels have chosen, if somebody wants them."""
+        if leaving.to is not None:
+            leaving.to(self._mlp, self._kernels.routing(rows).ids)
 
     def _weights(self) -> MoeWeights:
         mlp, shared = self._mlp, self._mlp.shared_experts
