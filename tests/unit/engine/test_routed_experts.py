@@ -70,7 +70,8 @@ def engine_of(depth: int, config: ModelConfig = CONFIG, **values: Any) -> Dynami
 def params_of(number: int, **values: Any) -> SamplingParams:
     return SamplingParams(
         **{"temperature": 0.4, "seed": number, "num_tokens_to_generate": LENGTH,
-           "termination_id": -1, "return_log_probs": True, "return_routed_experts": True, **values}
+           "termination_id": -1, "return_log_probs": True, "skip_prompt_log_probs": True,
+           "return_routed_experts": True, **values}
     )  # fmt: skip
 
 
@@ -174,7 +175,7 @@ def test_new_weights_begin_anew() -> None:
         for _ in range(12):
             engine.step_modern()
         same = {name: p.clone() for name, p in network_of().model.named_parameters()}
-        engine.update_weights(same, restart_requests=True)
+        engine.update_weights(same, partial_rollouts="restart")
         drive(engine)
         check(future.result())
 
@@ -193,7 +194,10 @@ def test_a_run_is_replayed(tmp_path: Any) -> None:
         engine.generate(PROMPTS[:2], [params_of(0), params_of(1)])
     run = read_run(path)
     assert run.config.return_routed_experts
-    assert replay(run, ServedModel(network=network_of())).problems == []
+    with engine_of(1) as engine:
+        assert not replay(run, engine).differences
+    with engine_of(1, return_routed_experts=False) as engine, pytest.raises(RequestError):
+        replay(run, engine)
 
 
 # --- off ----------------------------------------------------------------------------------------
