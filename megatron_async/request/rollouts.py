@@ -13,6 +13,8 @@ from megatron_async.request.request import Rollout
 
 NO_VERSION = -1
 """Weight version of a token that no weights have sampled."""
+NO_EXPERT = -1
+"""Expert of a token that no forward was over."""
 
 
 class RolloutBatch(NamedTuple):
@@ -27,6 +29,9 @@ class RolloutBatch(NamedTuple):
         loss_mask: bool, tokens to learn from: generated, and by weights that are not too old.
         log_probs: float32, of generated tokens, when they were sampled; 0 elsewhere.
         weight_versions: int64, of the weights that sampled a token; -1 for others.
+        routed_experts: int16 ``[B, T, layers, top_k]``, the experts that a token went to, and -1
+            where no forward was over it: for the last token and padding. None unless the rollouts
+            have them.
     """
 
     tokens: Tensor
@@ -34,6 +39,7 @@ class RolloutBatch(NamedTuple):
     loss_mask: Tensor
     log_probs: Tensor
     weight_versions: Tensor
+    routed_experts: Tensor | None = None
 
 
 def batch_of(
@@ -51,7 +57,7 @@ def batch_of(
         mask_truncated: rollouts that did not end by themselves are masked as a whole.
 
     Raises:
-        RequestError: there is no rollout, or an argument is wrong.
+        RequestError: there is no rollout, an argument is wrong, or some have routed experts alone.
     """
     if not rollouts:
         raise RequestError("a batch needs at least one rollout")
@@ -75,4 +81,21 @@ def batch_of(
         versions[row, start:end] = torch.tensor(rollout.weight_versions, dtype=torch.int64)
         if not (mask_truncated and rollout.is_truncated):
             loss_mask[row, start:end] = versions[row, start:end] >= oldest_version
-    return RolloutBatch(tokens, attention_mask, loss_mask, log_probs, versions)
+    routed = _routed_experts(rollouts, shape)
+    return RolloutBatch(tokens, attention_mask, loss_mask, log_probs, versions, routed)
+
+
+def _routed_experts(rollouts: Sequence[Rollout], shape: tuple[int, int]) -> Tensor | None:
+    """Those of all rollouts, or None if none has any."""
+    known = [each.routed_experts for each in rollouts]
+    if all(each is None for each in known):
+        return None
+    if any(each is None for each in known):
+        raise RequestError(
+            "some rollouts of the batch have routed experts and others none; add all requests with "
+            "return_routed_experts=True"
+        )
+    routed = torch.full((*shape, *known[0].shape[1:]), NO_EXPERT, dtype=torch.int16)
+    for row, each in enumerate(known):
+        routed[row, : len(each)] = torch.from_numpy(each)
+    return routed

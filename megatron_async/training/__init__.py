@@ -2,7 +2,8 @@
 
 ``exact`` puts the engine's values into a trainer's model: ``mirror`` has the same parameters in
 modules of its own, and ``whole_sequences`` runs them as the engine does. ``log_probs`` computes
-log-probabilities of logits as the engine does, with gradients.
+log-probabilities of logits as the engine does, with gradients. ``routing_replay`` has a model take
+the experts of rollouts.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from typing import Any
 
 HOMES = {
     "ExactNumerics": "exact",
+    "ForcedRouting": "routing_replay",
     "exact_log_probs": "log_probs",
     "exact_numerics": "exact",
+    "forced_routing": "routing_replay",
 }
 """Where each name lives; ``__init__.pyi`` has the same for type checkers."""
 

@@ -73,6 +73,8 @@ class ExactNumerics:
         self._whole = WholeSequences(
             self._network, max_tokens=max_tokens, recurrent_state_dtype=recurrent_state_dtype
         )
+        for layer in expert_layers(self._network.model):
+            layer.forced = None  # what another forward of the model is told
         self._signature = inspect.signature(type(model).forward)
         # Recomputed behind the forward, a layer would choose other experts than in it.
         is_kept = getattr(model.config, "recompute_granularity", None) is None
@@ -121,6 +123,11 @@ class ExactNumerics:
                 "it, and call it again"
             )
         _check_stacked(self._network.model)
+        if any(layer.forced is not None for layer in self._layers):
+            raise ConfigError(
+                "exact_numerics takes the experts that an engine with these weights chooses, and "
+                "forced_routing others: close one of them"
+            )
         token_ids, labels = given["input_ids"], given.get("labels")
         lengths = _lengths(token_ids, given.get("position_ids"), given.get("packed_seq_params"))
         logits, experts = self._whole.logits(token_ids.flatten(), lengths)

@@ -53,7 +53,7 @@ def route(
         expert_bias: ``[experts]``, added to what experts are chosen by, and to nothing else.
         live: bool ``[T]``; the others are dead. None takes all for live.
         chosen: int32 ``[T, k]``, experts that were chosen before, which have the weights that they
-            would have; None chooses the best.
+            would have; the best where they are -1, and for None.
 
     Returns:
         The experts of each token, best first.
@@ -65,11 +65,10 @@ def route(
         scores = torch.softmax(wide, dim=-1)
     else:
         scores = wide
-    if chosen is None:
-        choice = scores if expert_bias is None else scores + expert_bias.float()
-        ids = _best(_in_kept_groups(choice, settings), settings.top_k)[1]
-    else:
-        ids = chosen.long()
+    choice = scores if expert_bias is None else scores + expert_bias.float()
+    ids = _best(_in_kept_groups(choice, settings), settings.top_k)[1]
+    if chosen is not None:
+        ids = torch.where(chosen < 0, ids, chosen.long())
     weights = scores.gather(1, ids)
     if not settings.chooses_scores:
         weights = torch.softmax(weights, dim=-1)

@@ -51,8 +51,9 @@ class AdaptedMoELayer(MegatronMoELayer):  # type: ignore[misc]
     ranks: ModelParallel | None = None
     """Ranks that have some of the experts each, or a share of each; None for one rank."""
     chosen: Tensor | None = None
+    forced: Tensor | None = None
     noted: list[Tensor] | None = None
-    """As those of ``MoELayer``; in training nobody reads the first."""
+    """As those of ``MoELayer``; in training nobody reads the first two."""
 
     def forward(
         self,

@@ -161,10 +161,13 @@ class MoELayer(MegatronModule):  # type: ignore[misc]
             rank.
         chosen: experts that the next forwards with gradients take, int32 ``[T, k]``; None chooses
             the best, and so does an engine that runs the layer in another thread.
+        forced: experts that forwards outside of engines take in any case, in the same form; -1 where
+            the layer chooses.
         noted: where forwards leave the experts that they took, in the same form; None for nowhere.
     """
 
     chosen: Tensor | None = None
+    forced: Tensor | None = None
     noted: list[Tensor] | None = None
 
     def __init__(
@@ -221,6 +224,8 @@ def mixture(layer: Any, hidden_states: Tensor, padding_mask: Tensor | None) -> T
     router, (w1, w2, b1, b2) = layer.router, layer.weights
     logits = router_logits(tokens, router.weight, router.bias)
     chosen = layer.chosen if torch.is_grad_enabled() else None
+    if layer.forced is not None and not torch.is_inference_mode_enabled():
+        chosen = layer.forced  # an engine's forwards are in that mode
     routing = route(
         logits, layer.settings, expert_bias=router.expert_bias, live=live, chosen=chosen
     )

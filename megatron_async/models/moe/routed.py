@@ -27,9 +27,14 @@ def expert_layers(model: torch.nn.Module) -> list[Any]:
 
 def decoder_layers(model: torch.nn.Module) -> list[Any]:
     """:func:`expert_layers` without those of multi-token prediction."""
+    return without_drafting(model, expert_layers(model))
+
+
+def without_drafting(model: torch.nn.Module, layers: list[Any]) -> list[Any]:
+    """Those of ``layers`` that are not in a model's layers of multi-token prediction."""
     mtp = getattr(model, "mtp", None)
     drafting = set() if mtp is None else {id(each) for each in mtp.modules()}
-    return [each for each in expert_layers(model) if id(each) not in drafting]
+    return [each for each in layers if id(each) not in drafting]
 
 
 def routed_layers(network: Any) -> RoutedLayers:
