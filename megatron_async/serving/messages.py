@@ -295,6 +295,8 @@ class Output(msgspec.Struct, frozen=True, tag=True, array_like=True):
             and ``queue_time`` in seconds.
         weight_spans: with the last output of a sequence, the version of the weights that sampled
             its tokens from a first one up to another.
+        routed_experts: with the last output of a sequence that asks for them, a numpy file of
+            uint16 ``[tokens - 1, layers, top_k]``.
     """
 
     request_id: int
@@ -307,6 +309,7 @@ class Output(msgspec.Struct, frozen=True, tag=True, array_like=True):
     stop_reason: int | str | None = None
     usage: dict[str, int | float] | None = None
     weight_spans: list[WeightVersion] = []
+    routed_experts: bytes | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -204,6 +204,9 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int | None) 
     add(name, dest="track_paused_request_events", action="store_true", help=said)
     said = "results of a request do not depend on the others, to the last bit; slower"
     add("--batch-invariant", action="store_true", help=said)
+    said = "requests may ask which experts their tokens went to, as trainers do"
+    name = "--enable-return-routed-experts"
+    add(name, dest="return_routed_experts", action="store_true", help=said)
     said = "such as NaN; they are refused else"
     add("--allow-non-finite-weights", action="store_true", help=said)
     said = "what a request leaves out is as the model's generation_config.json says"

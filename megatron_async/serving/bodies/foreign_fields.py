@@ -60,7 +60,6 @@ FOREIGN_FIELDS: Mapping[str, str] = {
     "custom_params": _LEAVE,
     "session_params": "send the whole prompt",
     "watermark": _LEAVE,
-    "return_routed_experts": _LEAVE,
     "return_sampling_mask": _LEAVE,
     "return_prompt_token_ids": "send return_token_ids",
     "return_meta_info": "read usage and stop_reason",

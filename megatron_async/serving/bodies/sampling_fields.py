@@ -71,6 +71,7 @@ class SamplingFields(OwnFields):
     logprobs_mode: LogprobsMode | None = None
     request_id: str | None = None
     return_weight_versions: bool | None = None
+    return_routed_experts: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     priority: Annotated[Integer | None, range_of("priority")] = None
@@ -212,6 +213,7 @@ class SamplingFields(OwnFields):
             num_speculative_tokens=self.num_speculative_tokens,
             cache_salt=self.cache_salt,
             structured_outputs=structure,
+            return_routed_experts=bool(self.return_routed_experts),
         )
 
     def _structure(self) -> dict[str, Any] | None:

@@ -25,6 +25,7 @@ from megatron_async.serving.front_end.job import (
     Job,
     Piece,
     Usage,
+    shown_experts,
     shown_weights,
     usage_of,
 )
@@ -164,6 +165,7 @@ class _ChatCompletion:
             "stop_reason": choice.stop_reason,
             "token_ids": choice.token_ids if self._body.return_token_ids else None,
             **(shown_weights(choice.weight_spans) if self._body.return_weight_versions else {}),
+            **(shown_experts(choice.routed_experts) if self._body.return_routed_experts else {}),
         }
 
     def _as_megatron(self, choice: Choice) -> dict[str, Any]:
@@ -234,6 +236,8 @@ class _ChatCompletion:
                 shown["stop_reason"] = output.stop_reason
                 if self._body.return_weight_versions:
                     shown |= shown_weights(output.weight_spans)
+                if self._body.return_routed_experts:
+                    shown |= shown_experts(output.routed_experts)
             chunks.append({**self._head, "choices": [shown], **self._usage()})
         if len(self._job.ends) == self._job.params.n and not self._body.wants_usage:
             chunks[-1] |= self._prompt.fields

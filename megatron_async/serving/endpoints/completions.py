@@ -21,7 +21,14 @@ from megatron_async.serving.endpoints.log_prob_shapes import (
 )
 from megatron_async.serving.endpoints.piece_order import ahead_of_others
 from megatron_async.serving.endpoints.request_shapes import CompletionRequest
-from megatron_async.serving.front_end.job import Choice, Job, Piece, shown_weights, usage_of
+from megatron_async.serving.front_end.job import (
+    Choice,
+    Job,
+    Piece,
+    shown_experts,
+    shown_weights,
+    usage_of,
+)
 from megatron_async.serving.http.errors import ApiError, json_response
 from megatron_async.serving.http.frontend import Frontend, log_jobs, name_of
 from megatron_async.serving.http.sse import DONE, EventStream, TextEvents, event, until_disconnect
@@ -138,6 +145,7 @@ class _Completion:
             "prompt_token_ids": job.prompt if body.return_token_ids else None,
             "token_ids": ids if body.return_token_ids else None,
             **self._weights(choice.weight_spans),
+            **(shown_experts(choice.routed_experts) if body.return_routed_experts else {}),
         }
 
     def _weights(self, spans: Sequence[WeightVersion]) -> dict[str, Any]:
@@ -213,6 +221,8 @@ class _Completion:
             if not body.shows_generated:
                 shown["finish_reason"], shown["stop_reason"] = "length", None
             shown |= self._weights(output.weight_spans)
+            if body.return_routed_experts:
+                shown |= shown_experts(output.routed_experts)
         if is_first and body.echo:
             shown["text"] = (job.text or "") + text
         if body.logprobs is not None:

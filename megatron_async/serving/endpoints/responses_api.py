@@ -35,7 +35,7 @@ from megatron_async.serving.endpoints.log_prob_shapes import chat_log_probs
 from megatron_async.serving.endpoints.request_shapes import template_variables
 from megatron_async.serving.endpoints.responses_input import InputMessages
 from megatron_async.serving.endpoints.responses_output import Event, OutputItems
-from megatron_async.serving.front_end.job import Job, shown_weights, usage_of
+from megatron_async.serving.front_end.job import Job, shown_experts, shown_weights, usage_of
 from megatron_async.serving.http.errors import ApiError, describe, json_response, renamed
 from megatron_async.serving.http.frontend import Frontend, log_jobs, name_of
 from megatron_async.serving.http.sse import EventStream, event, until_disconnect
@@ -241,6 +241,7 @@ class _Answer:
         self._thought = thinking.counter()
         self._top = body.log_probs
         self._shows_weights = bool(body.return_weight_versions)
+        self._shows_experts = bool(body.return_routed_experts)
         self._numbers = itertools.count()
         parser = front.chat.parser(tools, prompt.text, job.markers.values())
         self._items = OutputItems(request_id, parser)
@@ -334,6 +335,8 @@ class _Answer:
             response["incomplete_details"] = details
         if self._shows_weights:
             response |= shown_weights(last.weight_spans)
+        if self._shows_experts:
+            response |= shown_experts(last.routed_experts)
         usage = usage_of([self._job])
         response["usage"] = {
             "input_tokens": usage.prompt,

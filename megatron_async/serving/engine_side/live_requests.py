@@ -347,7 +347,7 @@ class LiveRequests:
         }
         return Output(
             live.request_id, index, tokens, text, log_probs, of_prompt, said, record.stop_reason,
-            usage, self._weight_versions(record),
+            usage, self._weight_versions(record), _routed_experts(record),
         )  # fmt: skip
 
     def _weight_versions(self, record: DynamicInferenceRequest) -> list[WeightVersion]:
@@ -398,6 +398,19 @@ def _of_prompt(record: DynamicInferenceRequest | None) -> PromptLogProbs | None:
     pairs = _pairs(record.prompt_log_probs, record.prompt_top_n_logprobs)
     ranked = zip(pairs, record.prompt_token_ranks, strict=True)
     return [(own, top, rank) for (own, top), rank in ranked]
+
+
+def _routed_experts(record: DynamicInferenceRequest) -> bytes | None:
+    """A numpy file of the experts of a sequence's tokens, if they were asked for."""
+    if record.routed_experts is None:
+        return None
+    import io
+
+    import numpy as np
+
+    file = io.BytesIO()
+    np.save(file, record.routed_experts.astype(np.uint16), allow_pickle=False)
+    return file.getvalue()
 
 
 def _of_tokens(record: DynamicInferenceRequest) -> LogProbs | None:

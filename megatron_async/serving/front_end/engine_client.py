@@ -345,6 +345,7 @@ def _joined(outputs: list[Output]) -> Output:
         last.stop_reason,
         last.usage,
         last.weight_spans,
+        last.routed_experts,
     )
 
 

@@ -290,6 +290,7 @@ class Generator:
                     choice.finish_reason = output.finish_reason
                     choice.stop_reason = output.stop_reason
                     choice.weight_spans = output.weight_spans
+                    choice.routed_experts = output.routed_experts
         for choice, parts in zip(choices, texts, strict=True):
             choice.text = "".join(parts)
         return choices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -87,11 +88,18 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     weight_spans: Sequence[WeightVersion] = ()
+    routed_experts: bytes | None = None
 
 
 def shown_weights(spans: Sequence[WeightVersion]) -> dict[str, Any]:
     """What vLLM's answers say of the weights that sampled a text."""
     return {"weight_versions": [msgspec.structs.asdict(span) for span in spans]}
+
+
+def shown_experts(experts: bytes | None) -> dict[str, Any]:
+    """What vLLM's answers say of the experts of a text's tokens: base64 of a numpy file."""
+    shown = None if experts is None else base64.b64encode(experts).decode()
+    return {"routed_experts": shown}
 
 
 class Usage(NamedTuple):

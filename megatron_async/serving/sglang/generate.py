@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -156,6 +157,7 @@ class _Answer:
                     choice.finish_reason = output.finish_reason
                     choice.stop_reason = output.stop_reason
                     choice.weight_spans = output.weight_spans
+                    choice.routed_experts = output.routed_experts
                     self._info = await self._front.generator.client.info()
                 key, count = (number, output.index), len(choice.token_ids)
                 due = sent.get(key, 0) * (EVENTS_OF_ALL + 1) // EVENTS_OF_ALL
@@ -181,6 +183,8 @@ class _Answer:
         }
         if self._body.return_weight_versions:
             meta |= shown_weights(choice.weight_spans)
+        if prompt.asked.routed_experts and choice.finish_reason is not None:
+            meta["routed_experts"] = _routed_experts(choice.routed_experts)
         if prompt.asked.log_probs:
             meta |= self._log_probs(prompt, choice)
         return {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta}
@@ -216,6 +220,19 @@ class _Answer:
         wants_text = self._body.return_text_in_logprobs
         shown = None if log_prob is None else max(log_prob, LEAST)
         return [shown, token, self._front.token_names.text(token) if wants_text else None]
+
+
+def _routed_experts(experts: bytes | None) -> str | None:
+    """The experts of all tokens but the last, in SGLang's form: base64 of int32 ``[tokens - 1,
+    layers, top_k]``, without a header."""
+    if experts is None:
+        return None
+    import io
+
+    import numpy as np
+
+    ids = np.load(io.BytesIO(experts), allow_pickle=False)
+    return base64.b64encode(ids.astype("<i4").tobytes()).decode()
 
 
 def _finish_reason(choice: Choice) -> dict[str, Any] | None:

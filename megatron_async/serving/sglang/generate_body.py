@@ -32,7 +32,7 @@ _LEAVE = "leave it out"
 _REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         (
-            "return_routed_experts", "return_indexer_topk", "return_hidden_states",
+            "return_indexer_topk", "return_hidden_states",
             "return_sampling_mask", "return_entropy", "return_flat_raw_top_logprobs",
             "image_data", "video_data", "audio_data", "lora_path", "lora_id",
             "positional_embed_overrides", "multi_item_delimiter_indices", "bootstrap_host",
@@ -143,6 +143,7 @@ class SglangSampling(Body):
                 log_probs_mode=LOG_PROBS_MODES[asked.mode],
                 cache_salt=asked.cache_salt,
                 structured_outputs=self._structure(),
+                return_routed_experts=asked.routed_experts,
             ).checked()
         except RequestError as error:
             raise renamed(error, NAMES) from None
@@ -173,6 +174,7 @@ class Asked:
     top: int
     mode: LogprobsMode
     cache_salt: str | None
+    routed_experts: bool
 
 
 def _check_ids(value: Any, _: Any) -> Any:
@@ -205,6 +207,7 @@ class GenerateRequest(Body):
     top_logprobs_num: Integer | Several[Integer] | None = None
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
+    return_routed_experts: bool | None = None
     cache_salt: Text | None = None
     # This server's own
     logprobs_mode: LogprobsMode | None = None
@@ -266,7 +269,10 @@ class GenerateRequest(Body):
                 raise ApiError(400, f"{said} tokens", param="logprob_start_len")
             shows = bool(wants) and start is not None and 0 <= start < length
             mode = self.logprobs_mode or "processed_logprobs"
-            asked = Asked(bool(wants), start if shows else None, top or 0, mode, self.cache_salt)
+            asked = Asked(
+                bool(wants), start if shows else None, top or 0, mode, self.cache_salt,
+                bool(self.return_routed_experts),
+            )  # fmt: skip
             found.append(asked)
         return found
 

@@ -178,7 +178,7 @@ def test_a_long_stream_has_few_events(http: httpx.Client, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("return_routed_experts", True), ("image_data", ["x"]), ("lora_path", "x"),
+        ("image_data", ["x"]), ("lora_path", "x"),
         ("return_hidden_states", True), ("custom_logit_processor", "x"), ("priority", 3),
         ("session_params", {"id": "x"}), ("input_embeds", [[1.0]]), ("token_ids_logprob", [1]),
         ("return_sampling_mask", True), ("bootstrap_room", 1), ("return_indexer_topk", True),
