@@ -313,6 +313,12 @@ class GPTNetwork(Network):
             return scopes[0] if scopes else nullcontext()
         return _all_of(scopes)
 
+    def expert_layers(self) -> list[Any]:
+        """Layers that choose experts, in the model's order, without those that draft."""
+        from megatron_async.models.moe.routed import decoder_layers
+
+        return decoder_layers(self.model)
+
     @property
     def weights_owner(self) -> GPTModel:
         return self.model

@@ -104,6 +104,10 @@ class Network(Protocol):
         ``drafts_itself``."""
         return None
 
+    def expert_layers(self) -> list[Any]:
+        """Layers that choose experts, in the model's order, without those that draft."""
+        return []
+
     @property
     def weights_owner(self) -> Any:
         """The object whose weights are replaced: one may be under several engines."""

@@ -40,6 +40,8 @@ def request_to_json(request: Any) -> dict[str, Any]:
         ],
     }
     if request.routed_experts is not None:
+        from megatron_async.request.routed_experts import packed_ids
+
         values["routed_experts"] = packed_ids(request.routed_experts)
     for name in _LATER:
         if values[name] is None:  # earlier versions do not know it
@@ -49,23 +51,6 @@ def request_to_json(request: Any) -> dict[str, Any]:
             values[name] = [_top_to_json(top) for top in values[name]]
     data: dict[str, Any] = to_plain(values, _error_to_json)
     return data
-
-
-def packed_ids(ids: Any) -> dict[str, Any]:
-    """Experts of tokens, int16 ``[positions, layers, top_k]``, as their shape and base64."""
-    import base64
-
-    return {"shape": list(ids.shape), "int16": base64.b64encode(ids.tobytes()).decode()}
-
-
-def unpacked_ids(data: Any) -> Any:
-    """The inverse of :func:`packed_ids`; raises ValueError for what it does not return."""
-    import base64
-
-    import numpy as np
-
-    ids = np.frombuffer(base64.b64decode(data["int16"], validate=True), np.int16)
-    return ids.reshape(from_plain(data["shape"], list[int])).copy()
 
 
 def _top_to_json(top: dict[Any, float]) -> Any:
@@ -146,6 +131,12 @@ def _sampling_span(data: Any) -> SamplingSpan:
     return SamplingSpan(ticket, SamplingParams.deserialize(params))
 
 
+def _routed_experts(ids: Any) -> Any:
+    from megatron_async.request.routed_experts import unpacked_ids
+
+    return None if ids is None else unpacked_ids(ids)
+
+
 _FROM_JSON: dict[str, Callable[[Any], Any]] = {
     "prompt_tokens": lambda tokens: TokenIds(from_plain(tokens, list[int])),
     "sampling_params": SamplingParams.deserialize,
@@ -153,6 +144,6 @@ _FROM_JSON: dict[str, Callable[[Any], Any]] = {
     "status": Status.__getitem__,
     "events": lambda events: [_event(event) for event in events],
     **dict.fromkeys(_TOPS, _tops),
-    "routed_experts": lambda ids: None if ids is None else unpacked_ids(ids),
+    "routed_experts": _routed_experts,
 }
 """Fields whose JSON is not that of their types."""

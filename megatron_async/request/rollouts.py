@@ -86,7 +86,7 @@ def batch_of(
 
 
 def _routed_experts(rollouts: Sequence[Rollout], shape: tuple[int, int]) -> Tensor | None:
-    """Those of all rollouts, or None if none has any."""
+    """The experts of all rollouts, or None if none has any."""
     known = [each.routed_experts for each in rollouts]
     if all(each is None for each in known):
         return None

@@ -412,7 +412,9 @@ class StepProgram:
 
     def _routes_left(self) -> AbstractContextManager[None]:
         """The forward meanwhile leaves the experts that it chooses, if somebody wants them."""
-        return nullcontext() if self._routes is None else self._routes.left(self._batch.slot_mapping)
+        return (
+            nullcontext() if self._routes is None else self._routes.left(self._batch.slot_mapping)
+        )
 
     def poison_blocks(self, blocks: list[int]) -> None:
         """Fill freed KV blocks with garbage."""

@@ -12,7 +12,7 @@ from megatron_async import megatron_compat as compat  # noqa: F401  (before mega
 from megatron_async.errors import ConfigError
 from megatron_async.models.adapt import unwrapped
 from megatron_async.models.moe.layer import MoELayer
-from megatron_async.models.moe.routed import without_drafting
+from megatron_async.models.moe.routed import decoder_layers
 
 from megatron.core.transformer.moe.moe_layer import (  # isort: skip
     MoELayer as MegatronMoELayer,
@@ -49,8 +49,7 @@ class ForcedRouting:
     """What :func:`forced_routing` returns."""
 
     def __init__(self, model: Any, routed_experts: Tensor) -> None:
-        found = [m for m in model.modules() if isinstance(m, (MoELayer, MegatronMoELayer))]
-        self._layers: list[Any] = without_drafting(model, found)
+        self._layers: list[Any] = decoder_layers(model, (MoELayer, MegatronMoELayer))
         self._replays: list[tuple[Any, Any]] = []
         self._check(model, routed_experts)
         ids = _of_this_rank(model, routed_experts.transpose(0, 1)).flatten(0, 1)
@@ -137,7 +136,8 @@ def _of_this_rank(model: Any, ids: Tensor) -> Tensor:
     from megatron.core import parallel_state
 
     size = parallel_state.get_tensor_model_parallel_world_size()
-    return ids.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
+    part: Tensor = ids.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
+    return part
 
 
 class _Replay:

@@ -22,7 +22,7 @@ from megatron_async.sampling_params import LIMITING
 from megatron_async.scheduler.events import Change
 
 if TYPE_CHECKING:
-    from megatron_async.engine.requests.token_routes import TokenRoutes
+    from megatron_async.request.routed_experts import TokenRoutes
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,9 @@ class LiveRequest:
         of its weights."""
         self.started = self.last_time = time.perf_counter()
         self.routes: TokenRoutes | None = None
-        self._start_routes()
+        """The experts of its tokens, if it asks for them."""
+        if request.sampling_params.return_routed_experts:
+            self._start_routes()
         self._tokenizer = tokenizer
         if request.sampling_params.stop_words:
             self.start_text()
@@ -89,11 +91,9 @@ class LiveRequest:
         self.text = RequestText(self.request, self._tokenizer, self.stop_ids)
 
     def _start_routes(self) -> None:
-        """Have room for the experts of its tokens, if it asks for them."""
-        if self.request.sampling_params.return_routed_experts:
-            from megatron_async.engine.requests.token_routes import TokenRoutes
+        from megatron_async.request.routed_experts import TokenRoutes
 
-            self.routes = TokenRoutes()
+        self.routes = TokenRoutes()
 
     def restart(self) -> None:
         """Forget what has been generated."""
@@ -108,7 +108,8 @@ class LiveRequest:
         request.prompt_log_probs = request.prompt_top_n_logprobs = None
         request.prompt_token_ranks = request.prompt_entropies = None
         start_log_probs(request)
-        self._start_routes()
+        if self.routes is not None:
+            self._start_routes()
         self.start_text()
         self.version = None
         self.forced, self.forced_log_probs = request.sampling_params.forced_token_ids or (), []

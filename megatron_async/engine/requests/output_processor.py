@@ -254,12 +254,24 @@ class OutputProcessor:
             outputs.append(_new_output((request.request_id, token, text, reason, own)))
 
     def take_routes(self, plan: Plan, commit: Commit, routes: Routes) -> None:
-        """Keep the experts of the tokens of a step, ahead of :meth:`commit`. Those of a decode row
-        are its newest token and the drafts that were accepted behind it."""
-        from megatron_async.engine.requests.token_routes import keep_decoded, keep_prefilled
-
-        keep_decoded(self._entries, plan, commit, routes)
-        keep_prefilled(self._entries, plan, routes)
+        """Keep the experts of the tokens of a step, ahead of :meth:`commit`. A decode row has its
+        newest token and the drafts that were accepted behind it, a chunk all of its tokens."""
+        entries, ids = self._entries, routes.ids
+        keys = commit.keys[: plan.decode_rows]
+        for key, tokens, first in zip(keys, commit.tokens, routes.firsts, strict=False):
+            entry = entries[key]
+            if entry.routes is not None and tokens and key not in commit.discarded:
+                request = entry.request
+                newest = len(request.prompt_tokens) + len(request.generated_tokens) - 1
+                entry.routes.put(newest, ids[first : first + len(tokens)])
+        for chunk in plan.prefills:
+            key, first = plan.rows.keys[chunk.row], routes.firsts[chunk.row]
+            of_chunk = entries[key].routes if self.is_live(key) else None
+            if of_chunk is None:
+                continue
+            if chunk.row in routes.prefixes:
+                of_chunk.put(0, routes.prefixes[chunk.row])
+            of_chunk.put(chunk.start, ids[first : first + len(chunk.tokens)])
 
     def verified(
         self, keys: Sequence[int], rows: Sequence[tuple[int, ...]], windows: Sequence[int]

@@ -108,7 +108,8 @@ class RequestValidator:
                 "logits_processors are functions of rank 0, and a model of several ranks has no "
                 "whole logits there: leave them out, or load the model on one rank"
             )
-        self._check_routes(params)
+        if params.return_routed_experts:
+            self._check_routes()
         number = as_integer(priority)
         most = INTEGERS["priority"].high or 0
         if number is None or abs(number) > most:
@@ -144,9 +145,9 @@ class RequestValidator:
         )
         return command, params
 
-    def _check_routes(self, params: SamplingParams) -> None:
-        """Raises :class:`RequestError` for experts that the engine does not hand out."""
-        if params.return_routed_experts and not self._returns_routes:
+    def _check_routes(self) -> None:
+        """Raises :class:`RequestError` unless the engine hands out the experts of tokens."""
+        if not self._returns_routes:
             raise RequestError(
                 "return_routed_experts=True needs an engine with "
                 "EngineConfig(return_routed_experts=True), or a server with "
@@ -205,7 +206,8 @@ class RequestValidator:
         """The parameters of a recorded request; raises :class:`RequestError` unless :meth:`add`
         could have made its command."""
         params = command.params.params().checked()
-        self._check_routes(params)
+        if params.return_routed_experts:
+            self._check_routes()
         if self._tokenizer.tokenizer is None:
             _check_texts(params)
         if params.num_speculative_tokens is not None:

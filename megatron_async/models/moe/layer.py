@@ -60,7 +60,7 @@ class Leaving(threading.local):
 
 
 leaving = Leaving()
-"""Of threads, since engines in several of them may run the same layers."""
+"""Each thread has its own, since engines in several of them may run the same layers."""
 
 
 def _parameter(config: Any, initialize: Initialize | None, *shape: int) -> torch.nn.Parameter:
@@ -161,8 +161,8 @@ class MoELayer(MegatronModule):  # type: ignore[misc]
             rank.
         chosen: experts that the next forwards with gradients take, int32 ``[T, k]``; None chooses
             the best, and so does an engine that runs the layer in another thread.
-        forced: experts that forwards outside of engines take in any case, in the same form; -1 where
-            the layer chooses.
+        forced: experts that all forwards outside of engines take, in the same form; -1 where the
+            layer chooses.
         noted: where forwards leave the experts that they took, in the same form; None for nowhere.
     """
 

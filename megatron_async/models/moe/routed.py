@@ -9,6 +9,7 @@ import torch
 from megatron_async.errors import ConfigError
 from megatron_async.models.moe.adapt import AdaptedMoELayer
 from megatron_async.models.moe.layer import MoELayer
+from megatron_async.models.network import Network
 
 
 class RoutedLayers(NamedTuple):
@@ -25,26 +26,21 @@ def expert_layers(model: torch.nn.Module) -> list[Any]:
     return [each for each in model.modules() if isinstance(each, (MoELayer, AdaptedMoELayer))]
 
 
-def decoder_layers(model: torch.nn.Module) -> list[Any]:
-    """:func:`expert_layers` without those of multi-token prediction."""
-    return without_drafting(model, expert_layers(model))
+def decoder_layers(
+    model: torch.nn.Module, kinds: tuple[type, ...] = (MoELayer, AdaptedMoELayer)
+) -> list[Any]:
+    """The layers of experts without those of multi-token prediction."""
+    named = model.named_modules()
+    return [m for name, m in named if isinstance(m, kinds) and not name.startswith("mtp.")]
 
 
-def without_drafting(model: torch.nn.Module, layers: list[Any]) -> list[Any]:
-    """Those of ``layers`` that are not in a model's layers of multi-token prediction."""
-    mtp = getattr(model, "mtp", None)
-    drafting = set() if mtp is None else {id(each) for each in mtp.modules()}
-    return [each for each in layers if id(each) not in drafting]
-
-
-def routed_layers(network: Any) -> RoutedLayers:
+def routed_layers(network: Network) -> RoutedLayers:
     """The layers of a network whose choice an engine hands out.
 
     Raises:
         ConfigError: it has none, or this process does not know what all of them choose.
     """
-    model = getattr(network, "model", None)
-    layers = decoder_layers(model) if isinstance(model, torch.nn.Module) else []
+    layers = network.expert_layers()
     if not layers:
         raise ConfigError(
             "return_routed_experts=True needs a model with experts, and this one has none; leave "
@@ -57,7 +53,7 @@ def routed_layers(network: Any) -> RoutedLayers:
             f"pipeline_model_parallel_size={layout.pipeline} out, and use "
             "tensor_model_parallel_size"
         )
-    if layout is not None and layout.expert > 1 and network.device.type == "cuda":
+    if layout is not None and layout.expert > 1 and "cuda" in str(network.device):
         raise ConfigError(
             "return_routed_experts=True is not supported with "
             f"expert_model_parallel_size={layout.expert} on a GPU, whose kernels keep the experts "

@@ -16,6 +16,7 @@ import torch
 from megatron_async import DynamicInferenceEngine, DynamicInferenceRequest, SamplingParams
 from megatron_async.engine.recording import read_run
 from megatron_async.engine.replay import replay
+from megatron_async.engine.requests.output_processor import OutputProcessor
 from megatron_async.errors import ConfigError, IntegrityError, RequestError
 from megatron_async.models.build import build_random_model
 from megatron_async.models.description.config import ModelConfig
@@ -23,6 +24,7 @@ from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.models.moe.routed import decoder_layers, expert_layers
 from megatron_async.models.served import ServedModel
 from megatron_async.request.request import FinishReason
+from megatron_async.request.routed_experts import TokenRoutes
 from megatron_async.runner import routed_experts
 from megatron_async.scheduler.events import Commit
 from megatron_async.step.plan import Plan
@@ -243,16 +245,16 @@ def test_layers_that_draft_are_left_out() -> None:
 # --- faults that the tests above must see -------------------------------------------------------
 
 
-def kept_rejected(entries: Any, plan: Plan, commit: Commit, routes: Routes) -> None:
+def kept_rejected(take_routes: Any) -> Any:
     """The experts of a row's last draft, accepted or not, are its newest token's."""
-    for row, key in enumerate(commit.keys[: plan.decode_rows]):
-        entry, tokens = entries[key], commit.tokens[row]
-        if entry.routes is not None and tokens and key not in commit.discarded:
-            request = entry.request
-            window = plan.rows.windows[row] if plan.rows.windows else 1
-            newest = len(request.prompt_tokens) + len(request.generated_tokens) - 1
-            first = routes.firsts[row] + window - len(tokens)
-            entry.routes.put(newest, routes.ids[first : first + len(tokens)])
+
+    def taken(self: Any, plan: Plan, commit: Commit, routes: Routes) -> None:
+        firsts = list(routes.firsts)
+        for row, tokens in enumerate(commit.tokens[: plan.decode_rows]):
+            firsts[row] += plan.rows.windows[row] - len(tokens) if plan.rows.windows else 0
+        take_routes(self, plan, commit, routes._replace(firsts=tuple(firsts)))
+
+    return taken
 
 
 def of_another_step(take: Callable[..., Routes]) -> Callable[..., Routes]:
@@ -281,8 +283,8 @@ def no_prefixes(take: Callable[..., Routes]) -> Callable[..., Routes]:
 def test_a_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     take = routed_experts.RoutedExperts.take
     if fault == "kept":
-        where = "megatron_async.engine.requests.token_routes.keep_decoded"
-        monkeypatch.setattr(where, kept_rejected)
+        taken = kept_rejected(OutputProcessor.take_routes)
+        monkeypatch.setattr(OutputProcessor, "take_routes", taken)
     else:
         fault_of = {"step": of_another_step, "prefix": no_prefixes}[fault]
         monkeypatch.setattr(routed_experts.RoutedExperts, "take", fault_of(take))
@@ -293,8 +295,6 @@ def test_a_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gap_is_an_error() -> None:
-    from megatron_async.engine.requests.token_routes import TokenRoutes
-
     routes = TokenRoutes()
     assert routes.until(3) is None
     routes.put(0, np.ones((2, 1, 1), np.uint8))
