@@ -296,7 +296,7 @@ class Output(msgspec.Struct, frozen=True, tag=True, array_like=True):
         weight_spans: with the last output of a sequence, the version of the weights that sampled
             its tokens from a first one up to another.
         routed_experts: with the last output of a sequence that asks for them, a numpy file of
-            uint16 ``[tokens - 1, layers, top_k]``.
+            uint16 ``[tokens - 1, layers, top_k]``, zeros for layers without experts.
     """
 
     request_id: int

@@ -14,11 +14,17 @@ from megatron_async.models.network import Network
 
 class RoutedLayers(NamedTuple):
     """Layers of experts in the model's order, without those that draft, and what all of them
-    have."""
+    have.
+
+    Args:
+        numbers: places of these layers among all ``num_layers`` of the model.
+    """
 
     layers: tuple[Any, ...]
     num_experts: int
     top_k: int
+    numbers: tuple[int, ...]
+    num_layers: int
 
 
 def expert_layers(model: torch.nn.Module) -> list[Any]:
@@ -60,4 +66,7 @@ def routed_layers(network: Network) -> RoutedLayers:
             "of one rank alone: use tensor_model_parallel_size"
         )
     settings = layers[0].settings
-    return RoutedLayers(tuple(layers), settings.num_experts, settings.top_k)
+    names = {id(module): name for name, module in network.weights_owner.named_modules()}
+    numbers = tuple(int(names[id(layer)].split("layers.")[1].split(".")[0]) for layer in layers)
+    total = network.weights_owner.config.num_layers
+    return RoutedLayers(tuple(layers), settings.num_experts, settings.top_k, numbers, total)

@@ -347,8 +347,27 @@ class LiveRequests:
         }
         return Output(
             live.request_id, index, tokens, text, log_probs, of_prompt, said, record.stop_reason,
-            usage, self._weight_versions(record), _routed_experts(record),
+            usage, self._weight_versions(record), self._routed_experts(record),
         )  # fmt: skip
+
+    def _routed_experts(self, record: DynamicInferenceRequest) -> bytes | None:
+        """A numpy file of the experts of a sequence's tokens, if they were asked for. Layers
+        without experts have zeros, as in vLLM's and SGLang's answers."""
+        if record.routed_experts is None:
+            return None
+        import io
+
+        import numpy as np
+
+        from megatron_async.models.moe.routed import routed_layers
+
+        found = routed_layers(self._engine.model.network)
+        positions, _, chosen = record.routed_experts.shape
+        whole = np.zeros((positions, found.num_layers, chosen), np.uint16)
+        whole[:, found.numbers] = record.routed_experts
+        file = io.BytesIO()
+        np.save(file, whole, allow_pickle=False)
+        return file.getvalue()
 
     def _weight_versions(self, record: DynamicInferenceRequest) -> list[WeightVersion]:
         spans = record.weight_spans
@@ -398,19 +417,6 @@ def _of_prompt(record: DynamicInferenceRequest | None) -> PromptLogProbs | None:
     pairs = _pairs(record.prompt_log_probs, record.prompt_top_n_logprobs)
     ranked = zip(pairs, record.prompt_token_ranks, strict=True)
     return [(own, top, rank) for (own, top), rank in ranked]
-
-
-def _routed_experts(record: DynamicInferenceRequest) -> bytes | None:
-    """A numpy file of the experts of a sequence's tokens, if they were asked for."""
-    if record.routed_experts is None:
-        return None
-    import io
-
-    import numpy as np
-
-    file = io.BytesIO()
-    np.save(file, record.routed_experts.astype(np.uint16), allow_pickle=False)
-    return file.getvalue()
 
 
 def _of_tokens(record: DynamicInferenceRequest) -> LogProbs | None:

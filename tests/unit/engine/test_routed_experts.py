@@ -21,7 +21,7 @@ from megatron_async.errors import ConfigError, IntegrityError, RequestError
 from megatron_async.models.build import build_random_model
 from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.gpt_network import GPTNetwork
-from megatron_async.models.moe.routed import decoder_layers, expert_layers
+from megatron_async.models.moe.routed import decoder_layers, expert_layers, routed_layers
 from megatron_async.models.served import ServedModel
 from megatron_async.request.request import FinishReason
 from megatron_async.request.routed_experts import TokenRoutes
@@ -238,8 +238,11 @@ def test_a_model_without_experts_is_refused() -> None:
 
 
 def test_layers_that_draft_are_left_out() -> None:
+    """Dense layers too, and each of the others knows its place among all."""
     model = network_of().model
     assert len(decoder_layers(model)) == 2 and len(expert_layers(model)) == 3
+    assert routed_layers(network_of())[1:] == (16, 3, (0, 1), 2)
+    assert routed_layers(network_of(HYBRID))[1:] == (16, 3, (1, 3), 6)
 
 
 # --- faults that the tests above must see -------------------------------------------------------

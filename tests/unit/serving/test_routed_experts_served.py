@@ -27,7 +27,8 @@ LENGTH = 6
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Client, Any]]:
-    """A client, and the experts that the engine itself says."""
+    """A client, and the experts that the engine itself says. Clients count all layers of the model:
+    the first one has no experts, and zeros."""
     folder: Path = tmp_path_factory.mktemp("weights") / "experts"
     write_layers("tiny-moe", folder, 2)
     config = config_at(
@@ -44,7 +45,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Cli
         serving(engine, NoParent(), development=True, has_text=True) as url,
         httpx.Client(base_url=url, timeout=PATIENCE_SECONDS) as client,
     ):
-        yield client, request.routed_experts
+        expected = np.pad(request.routed_experts, ((0, 0), (1, 0), (0, 0)))
+        assert expected.shape[1] == 2
+        yield client, expected
 
 
 def body(**values: Any) -> dict[str, Any]:
