@@ -29,9 +29,6 @@ class RolloutBatch(NamedTuple):
         loss_mask: bool, tokens to learn from: generated, and by weights that are not too old.
         log_probs: float32, of generated tokens, when they were sampled; 0 elsewhere.
         weight_versions: int64, of the weights that sampled a token; -1 for others.
-        routed_experts: int16 ``[B, T, layers, top_k]``, the experts that a token went to, and -1
-            where no forward was over it: for the last token and padding. None unless the rollouts
-            have them.
     """
 
     tokens: Tensor
@@ -39,7 +36,6 @@ class RolloutBatch(NamedTuple):
     loss_mask: Tensor
     log_probs: Tensor
     weight_versions: Tensor
-    routed_experts: Tensor | None = None
 
 
 def batch_of(
@@ -57,7 +53,7 @@ def batch_of(
         mask_truncated: rollouts that did not end by themselves are masked as a whole.
 
     Raises:
-        RequestError: there is no rollout, an argument is wrong, or some have routed experts alone.
+        RequestError: there is no rollout, or an argument is wrong.
     """
     if not rollouts:
         raise RequestError("a batch needs at least one rollout")
@@ -81,20 +77,26 @@ def batch_of(
         versions[row, start:end] = torch.tensor(rollout.weight_versions, dtype=torch.int64)
         if not (mask_truncated and rollout.is_truncated):
             loss_mask[row, start:end] = versions[row, start:end] >= oldest_version
-    routed = _routed_experts(rollouts, shape)
-    return RolloutBatch(tokens, attention_mask, loss_mask, log_probs, versions, routed)
+    return RolloutBatch(tokens, attention_mask, loss_mask, log_probs, versions)
 
 
-def _routed_experts(rollouts: Sequence[Rollout], shape: tuple[int, int]) -> Tensor | None:
-    """The experts of all rollouts, or None if none has any."""
+def routed_experts_of(rollouts: Sequence[Rollout]) -> Tensor:
+    """The experts that the tokens of :func:`batch_of` went to, for
+    :func:`~megatron_async.training.forced_routing`.
+
+    Returns:
+        int16 ``[B, T, layers, top_k]``, and -1 where no forward was over a token: for the last one
+        of a rollout, and for padding.
+
+    Raises:
+        RequestError: there is no rollout, or one has no routed experts.
+    """
     known = [each.routed_experts for each in rollouts]
-    if all(each is None for each in known):
-        return None
-    if any(each is None for each in known):
+    if not known or any(each is None for each in known):
         raise RequestError(
-            "some rollouts of the batch have routed experts and others none; add all requests with "
-            "return_routed_experts=True"
+            "a rollout has no routed experts; add all requests with return_routed_experts=True"
         )
+    shape = len(rollouts), max(len(rollout.tokens) for rollout in rollouts)
     routed = torch.full((*shape, *known[0].shape[1:]), NO_EXPERT, dtype=torch.int16)
     for row, each in enumerate(known):
         routed[row, : len(each)] = torch.from_numpy(each)

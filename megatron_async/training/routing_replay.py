@@ -32,9 +32,10 @@ def forced_routing(model: Any, routed_experts: Tensor) -> ForcedRouting:
     Args:
         model: one of this package, or a megatron-core model, with or without megatron's wrappers.
             Of sequence-parallel ranks each takes its own part of ``routed_experts``.
-        routed_experts: integers ``[B, S, layers, top_k]``, those of token ids ``[B, S]``, such as
-            ``batch_of(rollouts).routed_experts``. The router chooses by itself for tokens where
-            they are -1. A pipeline stage takes those of its own layers.
+        routed_experts: integers ``[B, S, layers, top_k]``, those of token ids ``[B, S]``, as
+            :func:`~megatron_async.request.rollouts.routed_experts_of` makes them. The router
+            chooses by itself for tokens where they are -1. A pipeline stage takes those of its own
+            layers.
 
     Returns:
         What ends it, by ``close`` or as a context.

@@ -14,7 +14,7 @@ from megatron_async.errors import ConfigError, RequestError
 from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.models.moe.routed import decoder_layers
 from megatron_async.models.served import ServedModel
-from megatron_async.request.rollouts import RolloutBatch, batch_of
+from megatron_async.request.rollouts import RolloutBatch, batch_of, routed_experts_of
 from megatron_async.training import exact_numerics, forced_routing
 from megatron_async.training.mirror import mirror
 from megatron_async.training.routing import noted_experts
@@ -26,7 +26,7 @@ PROMPTS = [[5, 6, 7, 8, 9], [40, 41, 42]]
 megatron_trains_on_a_cpu = test_exact_numerics.megatron_trains_on_a_cpu
 
 
-def rollouts_of(model: Any) -> RolloutBatch:
+def rollouts_of(model: Any) -> tuple[RolloutBatch, Tensor]:
     """Of two requests of different lengths, with weights that the trainer will not have."""
     config = config_at(1, return_routed_experts=True, max_requests=2, max_sequence_length=40)
     params = [
@@ -37,7 +37,8 @@ def rollouts_of(model: Any) -> RolloutBatch:
         for count in (9, 4)
     ]  # fmt: skip
     with DynamicInferenceEngine(ServedModel(network=GPTNetwork(mirror(model))), config) as engine:
-        return batch_of([r.rollout() for r in engine.generate(PROMPTS, params)])
+        rollouts = [r.rollout() for r in engine.generate(PROMPTS, params)]
+    return batch_of(rollouts), routed_experts_of(rollouts)
 
 
 def arguments(tokens: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -67,9 +68,8 @@ def taken(model: Any, tokens: Tensor) -> Tensor:
 def test_layers_take_the_experts_of_rollouts(with_gradients: bool) -> None:
     """The router chooses for the last token and for padding; gradients go through the router."""
     model = model_of("experts", torch.float32)
-    batch = rollouts_of(model)
-    routed = batch.routed_experts
-    assert routed is not None and routed.shape == (*batch.tokens.shape, 2, 2)
+    batch, routed = rollouts_of(model)
+    assert routed.shape == (*batch.tokens.shape, 2, 2)
     ends = batch.attention_mask.sum(1) - 1
     assert [(row[:, 0, 0] >= 0).sum() for row in routed] == ends.tolist()
     changed(model)
@@ -93,7 +93,7 @@ def test_megatrons_own_layers_take_them(megatron_trains_on_a_cpu: None) -> None:
     """In training and in evaluation, by what its routers ask a replay for; weights of the experts
     are the router's own scores."""
     model = model_of("stock experts", torch.float32)
-    batch = rollouts_of(model)
+    batch, routed = rollouts_of(model)
     changed(model)
     maps: list[Tensor] = []
     layers = [m for m in model.modules() if type(m).__name__ == "MoELayer"]
@@ -105,12 +105,12 @@ def test_megatrons_own_layers_take_them(megatron_trains_on_a_cpu: None) -> None:
         own = model(*arguments(batch.tokens))
         chosen = list(maps)
         maps.clear()
-        with forced_routing(model, batch.routed_experts) as forced:
+        with forced_routing(model, routed) as forced:
             logits = model(*arguments(batch.tokens))
             forced.close()  # twice is once
-        assert batch.routed_experts is not None and len(maps) == batch.routed_experts.shape[2]
+        assert len(maps) == routed.shape[2]
         for number, found in enumerate(maps):
-            wanted = batch.routed_experts[:, :, number].transpose(0, 1).flatten(0, 1).long()
+            wanted = routed[:, :, number].transpose(0, 1).flatten(0, 1).long()
             known = wanted[:, 0] >= 0
             expected = torch.zeros_like(found).scatter(1, wanted.clamp(min=0), True)
             assert torch.equal(found[known], expected[known])
@@ -124,21 +124,18 @@ def test_megatrons_own_layers_take_them(megatron_trains_on_a_cpu: None) -> None:
 def test_the_same_weights_choose_them_anyway() -> None:
     """Forced experts are those that the model would have taken, so nothing changes."""
     model = trained(model_of("experts", torch.float32))
-    batch = rollouts_of(model)
+    batch, routed = rollouts_of(model)
     own = model(*arguments(batch.tokens))
-    with forced_routing(model, batch.routed_experts):
+    with forced_routing(model, routed):
         assert torch.equal(model(*arguments(batch.tokens)), own)
 
 
 def test_an_engine_over_the_same_layers_chooses_by_itself() -> None:
     model = model_of("experts", torch.float32)
-    wanted = rollouts_of(model)
-    batch = wanted.routed_experts
-    assert batch is not None
-    with forced_routing(model, (batch + 1) % 4):
-        again = rollouts_of(model)
-    assert torch.equal(again.tokens, wanted.tokens) and again.routed_experts is not None
-    assert torch.equal(again.routed_experts, batch)
+    wanted, routed = rollouts_of(model)
+    with forced_routing(model, (routed + 1) % 4):
+        again, found = rollouts_of(model)
+    assert torch.equal(again.tokens, wanted.tokens) and torch.equal(found, routed)
 
 
 def test_what_does_not_suit_is_refused(megatron_trains_on_a_cpu: None) -> None:
@@ -165,7 +162,7 @@ def test_what_does_not_suit_is_refused(megatron_trains_on_a_cpu: None) -> None:
         forced_routing(stock, ids)
 
 
-def test_a_batch_has_those_of_all_or_of_none() -> None:
+def test_all_rollouts_of_a_batch_must_have_them() -> None:
     model = model_of("experts", torch.float32)
     config = config_at(1, return_routed_experts=True, max_requests=2, max_sequence_length=40)
     params = SamplingParams(
@@ -174,6 +171,6 @@ def test_a_batch_has_those_of_all_or_of_none() -> None:
     with DynamicInferenceEngine(ServedModel(network=GPTNetwork(model)), config) as engine:
         (one,) = engine.generate([[1, 2]], params)
     other = dataclasses.replace(one.rollout(), routed_experts=None)
-    assert batch_of([other]).routed_experts is None
-    with pytest.raises(RequestError, match="return_routed_experts=True"):
-        batch_of([one.rollout(), other])
+    for some in ([], [one.rollout(), other]):
+        with pytest.raises(RequestError, match="return_routed_experts=True"):
+            routed_experts_of(some)
