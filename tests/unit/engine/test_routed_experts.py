@@ -94,15 +94,15 @@ def check(request: DynamicInferenceRequest, config: ModelConfig = CONFIG) -> Non
     np.testing.assert_array_equal(found, chosen_for(tokens, config)[:-1])
 
 
-def play(depth: int, config: ModelConfig = CONFIG, **values: Any) -> Any:
-    with engine_of(depth, config, **values) as engine:
-        requests = engine.generate(PROMPTS, [params_of(n) for n in range(len(PROMPTS))])
+def play(depth: int, count: int = len(PROMPTS), **values: Any) -> Any:
+    with engine_of(depth, **values) as engine:
+        requests = engine.generate(PROMPTS[:count], [params_of(n) for n in range(count)])
         return requests, engine.counters
 
 
 @pytest.mark.parametrize(
     ("depth", "drafts"),
-    [(0, "none"), (1, "ngram"), (2, "mtp"), (4, "none"), (4, "ngram"), (0, "mtp")],
+    [(0, "none"), (1, "ngram"), (2, "mtp"), (4, "ngram")],
 )
 def test_they_are_those_of_one_forward(depth: int, drafts: str) -> None:
     """With chunked prompts, prefix hits, evictions and rejected drafts."""
@@ -183,7 +183,7 @@ def test_new_weights_begin_anew() -> None:
 
 
 def test_a_request_goes_through_json() -> None:
-    (request, *_), _ = play(1)
+    (request,), _ = play(1, 1)
     data = json.loads(json.dumps(request.serialize()))
     again = DynamicInferenceRequest.deserialize(data)
     assert again.routed_experts.dtype == np.int16
@@ -291,7 +291,7 @@ def test_a_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     else:
         fault_of = {"step": of_another_step, "prefix": no_prefixes}[fault]
         monkeypatch.setattr(routed_experts.RoutedExperts, "take", fault_of(take))
-    requests, _ = play(1, **DRAFTS["ngram"])
+    requests, _ = play(1, 4, **DRAFTS["ngram"])
     with pytest.raises(AssertionError):
         for request in requests:
             check(request)

@@ -121,6 +121,27 @@ def test_megatrons_own_layers_take_them(megatron_trains_on_a_cpu: None) -> None:
         assert all(layer.router.weight.grad.abs().sum() > 0 for layer in layers)
 
 
+@pytest.mark.parametrize("name", ("experts", "stock experts"))
+def test_recomputed_activations_take_them_too(name: str, megatron_trains_on_a_cpu: None) -> None:
+    """The forward that is recomputed has no gradients the first time."""
+    found = []
+    for granularity in (None, "full"):
+        model = model_of(name, torch.float32)
+        batch, routed = rollouts_of(model)
+        changed(model).config.recompute_granularity = granularity
+        model.config.recompute_method, model.config.recompute_num_layers = "uniform", 1
+        with forced_routing(model, routed):
+            logits = model(*arguments(batch.tokens))
+            logits.square().mean().backward()
+        found.append((logits, [p.grad for p in model.parameters()]))
+    torch.testing.assert_close(found[0][0], found[1][0])
+    for own, recomputed in zip(*(gradients for _, gradients in found), strict=True):
+        if own is not None or recomputed is not None:
+            torch.testing.assert_close(
+                own, recomputed, rtol=1e-4, atol=float(1e-5 * own.abs().max())
+            )
+
+
 def test_the_same_weights_choose_them_anyway() -> None:
     """Forced experts are those that the model would have taken, so nothing changes."""
     model = trained(model_of("experts", torch.float32))
