@@ -61,6 +61,10 @@ _METADATA = {
 order."""
 
 
+_WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
+"""Ends of requests whose tokens have all been computed."""
+
+
 @dataclass(kw_only=True, eq=False)
 class DynamicInferenceRequest:
     """One request: what was asked, what has been committed so far, and how it ended. It is its own
@@ -229,7 +233,7 @@ class Rollout:
     several.
 
     Raises:
-        IntegrityError: a token has no log-probability, or no weight version.
+        IntegrityError: a token has no log-probability, no weight version, or no routed experts.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -246,6 +250,13 @@ class Rollout:
         starts = [span.start for span in self.weight_spans]
         if len(self.log_probs) != count:
             raise IntegrityError(f"{count} tokens have {len(self.log_probs)} log-probabilities")
+        routed = self.routed_experts
+        if (
+            routed is not None
+            and self.finish_reason in _WHOLE
+            and len(routed) != len(self.tokens) - 1
+        ):
+            raise IntegrityError(f"{len(self.tokens)} tokens have routed experts of {len(routed)}")
         if count and (starts[:1] != [0] or starts != sorted(starts) or starts[-1] >= count):
             raise IntegrityError(f"{count} tokens have weight spans that start at {starts}")
 

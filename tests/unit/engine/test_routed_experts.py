@@ -298,6 +298,10 @@ def test_a_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gap_is_an_error() -> None:
+    (request,), _ = play(1, 1)
+    rollout = request.rollout()
+    with pytest.raises(IntegrityError, match="30 tokens have routed experts of 28"):
+        dataclasses.replace(rollout, routed_experts=rollout.routed_experts[1:])
     routes = TokenRoutes()
     assert routes.until(3) is None
     routes.put(0, np.ones((2, 1, 1), np.uint8))

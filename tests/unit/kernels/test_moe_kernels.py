@@ -23,6 +23,7 @@ from megatron_async.kernels.moe.tiles import MAX_ROWS, MoeTiles, Tile, choose_ti
 from megatron_async.models.fused import coverage, where
 from megatron_async.models.fused.decoder import FusedDecoder
 from megatron_async.models.fused.report import MLP
+from megatron_async.models.moe.layer import leaving
 from tests.support import emulator
 from tests.support.cuda_kernels import LIMIT, relative_error
 from tests.support.decode_rig import TOKENS, DecodeRig, bfloat16_model, small
@@ -345,7 +346,11 @@ def test_a_block_of_experts_is_that_of_its_module(
     fused = FusedDecoder(model)
     assert fused.coverage.fused(MLP) == ((2,) if device == "cpu" else (1, 2))
     context = rig.context()
+    left: list[tuple[Any, list[Any]]] = []
+    monkeypatch.setattr(leaving, "to", lambda layer, ids: left.append((layer, ids.tolist())))
     found = rig.decode(fused.forward, context)
+    of_kernels = left.copy()
+    left.clear()
 
     def modules(ids: Tensor, positions: Tensor, context: Any, out: Tensor) -> None:
         out.copy_(
@@ -354,6 +359,8 @@ def test_a_block_of_experts_is_that_of_its_module(
         )  # fmt: skip
 
     expected = rig.decode(modules)  # rounded to 16 bits as often as what it is compared with
+    assert len(left) == TOKENS and of_kernels == left  # each layer leaves its experts
+    monkeypatch.setattr(leaving, "to", None)
     assert relative_error(found, expected.double()) < 2 * LIMIT
     partial = as_partial_sums(model, rig, monkeypatch)
     assert relative_error(partial, found.double()) < LIMIT
