@@ -230,7 +230,7 @@ class Rollout:
     """A finished request for reinforcement learning. ``log_probs[i]`` is that of
     ``generated_tokens[i]``, which was sampled with the weights of the last of ``weight_spans`` that
     starts at or before i. :func:`megatron_async.request.rollouts.batch_of` makes tensors of
-    several.
+    several. ``routed_experts`` are the request's, if it asked for them.
 
     Raises:
         IntegrityError: a token has no log-probability, no weight version, or no routed experts.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_async import DynamicInferenceEngine, SamplingParams
 from megatron_async.errors import ConfigError, RequestError
+from megatron_async.models.adapt import adapt_model
 from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.models.moe.routed import decoder_layers
 from megatron_async.models.served import ServedModel
@@ -119,6 +120,18 @@ def test_megatrons_own_layers_take_them(megatron_trains_on_a_cpu: None) -> None:
         assert torch.equal(model(*arguments(batch.tokens)), own)
         logits.sum().backward()
         assert all(layer.router.weight.grad.abs().sum() > 0 for layer in layers)
+
+
+def test_megatrons_layers_that_an_engine_has_adapted_take_them_too() -> None:
+    model = model_of("stock experts", torch.float32)
+    batch, routed = rollouts_of(model)
+    adapt_model(changed(model)).eval()
+    own = taken(model, batch.tokens)
+    with forced_routing(model, routed):
+        found = taken(model, batch.tokens)
+    is_known = routed >= 0
+    assert torch.equal(found[is_known], routed[is_known].int())
+    assert not torch.equal(own, found) and torch.equal(taken(model, batch.tokens), own)
 
 
 @pytest.mark.parametrize("name", ("experts", "stock experts"))
