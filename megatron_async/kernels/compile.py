@@ -11,6 +11,7 @@ import ctypes
 import functools
 import hashlib
 import importlib.util
+import itertools
 import logging
 import os
 import re
@@ -171,16 +172,18 @@ class Kernel:
         """Queue it on the current stream.
 
         Args:
-            arguments: one NamedTuple whose fields are the kernel's parameters (:func:`fields_of`),
-                which is checked; or the bare values. Tensors go as their addresses, None as a null
-                pointer. The caller sees to shapes, and to tensors living until the kernel has run.
+            arguments: NamedTuples whose fields are the kernel's parameters (:func:`fields_of`), one
+                behind the other, which are checked; or the bare values. Tensors go as their
+                addresses, None as a null pointer. The caller sees to shapes, and to tensors living
+                until the kernel has run.
 
         Raises:
             TypeError: a field is not of its type.
         """
-        if len(arguments) == 1 and hasattr(arguments[0], "_fields"):
-            (arguments,) = arguments
-            check_arguments(self.name, arguments)
+        if hasattr(arguments[0], "_fields"):
+            for record in arguments:
+                check_arguments(self.name, record)
+            arguments = tuple(itertools.chain.from_iterable(arguments))
         driver = _driver()
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -105,17 +106,20 @@ class EmulatedKernel:
             AssertionError: it did what it must not do.
             TypeError: an argument is not of its parameter's type.
         """
-        if len(arguments) == 1 and hasattr(arguments[0], "_fields"):
-            (arguments,) = arguments
-            cuda.check_arguments(self.name, arguments)
-        self._waiting.append(arguments)
+        names: Sequence[Any] = range(len(arguments))
+        if hasattr(arguments[0], "_fields"):
+            for record in arguments:
+                cuda.check_arguments(self.name, record)
+            names = [name for record in arguments for name in record._fields]
+            arguments = tuple(itertools.chain.from_iterable(arguments))
+        self._waiting.append((names, arguments))
         if len(self._waiting) < self._ranks * self.in_a_row:
             return
         waiting, self._waiting = self._waiting, []
         values: list[Any] = []
         ranges: dict[int, list[int]] = {}
         for each in waiting:
-            self._add(each, values, ranges)
+            self._add(*each, values, ranges)
         addresses = [ctypes.cast(ctypes.pointer(value), ctypes.c_void_p) for value in values]
         count = len(ranges)
         x, *others = grid
@@ -134,10 +138,13 @@ class EmulatedKernel:
         assert error is None, f"{self.name}: {error.decode()}"
 
     def _add(
-        self, arguments: tuple[Any, ...], values: list[Any], ranges: dict[int, list[int]]
+        self,
+        names: Sequence[Any],
+        arguments: tuple[Any, ...],
+        values: list[Any],
+        ranges: dict[int, list[int]],
     ) -> None:
         """To ``values`` what a launch passes, and to ``ranges`` what it may touch."""
-        names: Sequence[Any] = getattr(arguments, "_fields", range(len(arguments)))
 
         def allow(begin: int, size: int, name: str | int) -> None:
             seen = ranges.setdefault(begin, [0, 0])

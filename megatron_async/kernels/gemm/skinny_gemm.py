@@ -3,7 +3,7 @@ are built and called."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from megatron_async.kernels.compile import (
     Bf16,
     Fp32,
     Int32,
-    Int64,
     Kernel,
     TensorMap,
     kernel,
@@ -26,6 +25,7 @@ from megatron_async.kernels.gemm.tile_config import (
     TileConfig,
     row_groups,
 )
+from megatron_async.kernels.ranks.peers import Peers
 from megatron_async.kernels.shared_memory import STATIC_BYTES, block_limit
 
 ALONE_BYTES = 116 * 1024
@@ -46,7 +46,7 @@ class MmaArguments(NamedTuple):
     stats_tiles: int
     eps: float
     residual: Bf16 | None
-    out: Bf16
+    out: Bf16 | None
     next_weight: Bf16 | None
     scaled: Bf16 | None
     stats_out: Fp32 | None
@@ -69,7 +69,7 @@ class WgmmaArguments(NamedTuple):
     stats_tiles: int
     eps: float
     residual: Bf16 | None
-    out: Bf16
+    out: Bf16 | None
     next_weight: Bf16 | None
     scaled: Bf16 | None
     stats_out: Fp32 | None
@@ -81,75 +81,11 @@ class WgmmaArguments(NamedTuple):
     x_map: TensorMap
 
 
-class MmaSending(NamedTuple):
-    """:class:`MmaArguments` of a kernel that sends its output."""
+class SendingArguments(NamedTuple):
+    """Parameters ``SENDING`` of either, behind the others; those of ``ranks/peers.py`` follow."""
 
-    x: Bf16
-    w: Bf16
-    bias: Bf16 | None
-    norm_weight: Bf16 | None
-    norm_bias: Bf16 | None
-    stats_in: Fp32 | None
-    stats_tiles: int
-    eps: float
-    residual: Bf16 | None
-    out: Bf16 | None
-    next_weight: Bf16 | None
-    scaled: Bf16 | None
-    stats_out: Fp32 | None
-    M: int
-    out_row: int
-    workspace: Fp32 | None
-    arrivals: Int32 | None
-    to_0: Int64 | None
-    to_1: Int64 | None
-    to_2: Int64 | None
-    to_3: Int64 | None
-    to_4: Int64 | None
-    to_5: Int64 | None
-    to_6: Int64 | None
-    to_7: Int64 | None
     place: int
     launches: Int32
-
-
-class WgmmaSending(NamedTuple):
-    """:class:`WgmmaArguments` of a kernel that sends its output."""
-
-    x: Bf16 | None
-    w: Bf16 | None
-    bias: Bf16 | None
-    norm_weight: Bf16 | None
-    norm_bias: Bf16 | None
-    stats_in: Fp32 | None
-    stats_tiles: int
-    eps: float
-    residual: Bf16 | None
-    out: Bf16 | None
-    next_weight: Bf16 | None
-    scaled: Bf16 | None
-    stats_out: Fp32 | None
-    M: int
-    out_row: int
-    workspace: Fp32 | None
-    arrivals: Int32 | None
-    to_0: Int64 | None
-    to_1: Int64 | None
-    to_2: Int64 | None
-    to_3: Int64 | None
-    to_4: Int64 | None
-    to_5: Int64 | None
-    to_6: Int64 | None
-    to_7: Int64 | None
-    place: int
-    launches: Int32
-    w_map: TensorMap
-    x_map: TensorMap
-
-
-_ARGUMENTS: tuple[Any, Any] = (MmaArguments, WgmmaArguments)
-_SENDING_ARGUMENTS: tuple[Any, Any] = (MmaSending, WgmmaSending)
-"""Without and with TMA."""
 
 
 class Sending(NamedTuple):
@@ -167,10 +103,9 @@ class Sending(NamedTuple):
         return {"SENDS": 1, "RANKS": len(self.memory), "CAPACITY": self.capacity}
 
     @property
-    def arguments(self) -> tuple[Any, ...]:
-        """Fields of the kernel's arguments from ``to_0`` on."""
-        to = [*self.memory, *[None] * (8 - len(self.memory))]
-        return (*to, self.place, self.launches)
+    def arguments(self) -> tuple[SendingArguments, Peers]:
+        """The kernel's, behind the others."""
+        return SendingArguments(self.place, self.launches), Peers.of(self.memory)
 
 
 class SkinnyGemm:
@@ -250,22 +185,21 @@ class SkinnyGemm:
         next_weight, scaled_out = scaled or (None, None)
         stats_tiles = 0 if statistics is None else statistics.shape[1]
         row = self._n if out is None else out.stride(0)
-        sending = () if self._sends is None else self._sends.arguments
-        values: tuple[Any, ...]
+        arguments: WgmmaArguments | MmaArguments
         if self._config.tma:
-            values = (
+            arguments = WgmmaArguments(
                 None, None, bias, None, None, statistics, stats_tiles, float(eps), residual, out,
                 next_weight, scaled_out, statistics_out, x.shape[0], row, self._workspace,
-                self._arrivals, *sending, self._weight_map(weight), self._x_map(x),
+                self._arrivals, self._weight_map(weight), self._x_map(x),
             )  # fmt: skip
         else:
-            values = (
+            arguments = MmaArguments(
                 x, weight, bias, norm_weight, norm_bias, statistics, stats_tiles, float(eps),
                 residual, out, next_weight, scaled_out, statistics_out, x.shape[0], row,
-                self._workspace, self._arrivals, *sending,
+                self._workspace, self._arrivals,
             )  # fmt: skip
-        kinds = _ARGUMENTS if self._sends is None else _SENDING_ARGUMENTS
-        self.kernel.launch(self._grid, kinds[self._config.tma]._make(values))
+        further = () if self._sends is None else self._sends.arguments
+        self.kernel.launch(self._grid, arguments, *further)
 
     def _weight_map(self, weight: Tensor) -> TensorMap:
         """The weight in TMA tiles of a CTA's rows."""

@@ -34,8 +34,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     skinny_gemm_wgmma(const u16* x, const char* w, const u16* bias, const u16* norm_weight,
                       const u16* norm_bias, const float2* stats_in, int stats_tiles, float eps,
                       const u16* residual, u16* out, const u16* next_weight, u16* scaled,
-                      float2* stats_out, int M, int out_row, float4* workspace, u32* arrivals SENDING,
-                      const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map) {
+                      float2* stats_out, int M, int out_row, float4* workspace, u32* arrivals,
+                      const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map SENDING) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int wr = warp % 1, wk = 0;  // computed, not 0: a constant would not be captured
   const int rank = SPLIT_K > 1 ? blockIdx.x % SPLIT_K : 0;

@@ -39,9 +39,7 @@
 #define SENDS 0
 #endif
 #if SENDS
-#define SENDING                                                                                     \
-  , u64 *to_0, u64 *to_1, u64 *to_2, u64 *to_3, u64 *to_4, u64 *to_5, u64 *to_6, u64 *to_7, int place, \
-      const u32 *launches
+#define SENDING , int place, const u32 *launches, PEERS
 #else
 #define SENDING
 #endif

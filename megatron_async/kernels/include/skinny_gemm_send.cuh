@@ -1,6 +1,6 @@
   // Part of a skinny GEMM's body (skinny_gemm.cuh) that sends its output; uses lane and the kernel's
   // arguments, declares send. The number is that of the launch of peer_sum.cu that comes next.
-  u64* const to[8] = {to_0, to_1, to_2, to_3, to_4, to_5, to_6, to_7};
+  u64* const to[8] = ALL_PEERS;
   u32 number = load_l2(launches) + 1;
   if (number == 0) number = 2;
   // A warp's words of eight rows and eight columns lie next to each other.

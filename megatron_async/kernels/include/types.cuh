@@ -16,3 +16,8 @@ struct __align__(16) Vec {
 struct __align__(64) TensorMap {
   u64 opaque[16];
 };
+
+// The last parameters of a kernel that writes to the memory of other ranks, and an array of them.
+#define PEERS \
+  u64 *to_0, u64 *to_1, u64 *to_2, u64 *to_3, u64 *to_4, u64 *to_5, u64 *to_6, u64 *to_7
+#define ALL_PEERS {to_0, to_1, to_2, to_3, to_4, to_5, to_6, to_7}

@@ -15,9 +15,8 @@ static_assert((SLOTS & (SLOTS - 1)) == 0 && CAPACITY % 2 == 0, "slots go on in t
 __device__ __forceinline__ u64 numbered(int value, u32 number) { return (u64)number << 32 | (u32)value; }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    mailbox(int* message, int words, u64* received, u64* to_0, u64* to_1, u64* to_2, u64* to_3, u64* to_4,
-            u64* to_5, u64* to_6, u64* to_7, u32* done) {
-  u64* const to[8] = {to_0, to_1, to_2, to_3, to_4, to_5, to_6, to_7};
+    mailbox(int* message, int words, u64* received, u32* done, PEERS) {
+  u64* const to[8] = ALL_PEERS;
   wait_for_predecessor();
   u32 number = load_l2(done) + 1;
   if (number == 0) number = SLOTS;  // that of words which were never sent

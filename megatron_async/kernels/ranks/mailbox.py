@@ -7,38 +7,29 @@ received; here it goes on, and a graph ends without waiting for another rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_async.kernels.compile import Int32, Int64, kernel
+from megatron_async.kernels.ranks.peers import Peers
 
 SLOTS = 32
 """Messages that may be on their way to a rank."""
 CAPACITY = 1 << 15
 """32-bit words of a message."""
 _THREADS = 256
-_MOST_RANKS = 8
 WORD_COUNT = SLOTS * CAPACITY
 """int64 of each rank's memory: a word travels with the number of its message."""
 
 
 class MailboxArguments(NamedTuple):
-    """Parameters of ``mailbox.cu``, in order."""
+    """Parameters of ``mailbox.cu``, in order; those of ``peers.py`` follow."""
 
     message: Int32
     words: int
     received: Int64
-    to_0: Int64 | None
-    to_1: Int64 | None
-    to_2: Int64 | None
-    to_3: Int64 | None
-    to_4: Int64 | None
-    to_5: Int64 | None
-    to_6: Int64 | None
-    to_7: Int64 | None
     done: Int32
 
 
@@ -54,8 +45,7 @@ class Mailbox:
 
     def __init__(self, rank: int, memory: tuple[Tensor, ...], to: tuple[int, ...]) -> None:
         self._received, self._device = memory[rank], memory[rank].device
-        self._to: list[Tensor | None] = [memory[place] for place in to]
-        self._to += [None] * (_MOST_RANKS - len(self._to))
+        self._to = Peers.of(tuple(memory[place] for place in to))
         self._done = torch.zeros(1, dtype=torch.int32, device=self._device)
         """Messages that were posted, or taken: a rank does one of the two."""
         for takes in (0, 1):  # nothing is compiled while a kernel waits for another rank's
@@ -73,16 +63,14 @@ class Mailbox:
     def take_(self, message: Tensor) -> Tensor:
         """Fill int32, contiguous, of the size that was posted, with the oldest that was not taken;
         the stream waits for it."""
-        self._launch(message, [None] * _MOST_RANKS, takes=1)
+        self._launch(message, Peers(), takes=1)
         return message
 
-    def _launch(self, message: Tensor, to: Sequence[Tensor | None], takes: int) -> None:
+    def _launch(self, message: Tensor, to: Peers, takes: int) -> None:
         if not message.numel():
             return
-        arguments = MailboxArguments._make(
-            (message, message.numel(), self._received, *to, self._done)
-        )
-        kernel("mailbox", macros(takes), self._device).launch((1, 1, 1), arguments)
+        arguments = MailboxArguments(message, message.numel(), self._received, self._done)
+        kernel("mailbox", macros(takes), self._device).launch((1, 1, 1), arguments, to)
 
 
 def macros(takes: int) -> dict[str, int]:

@@ -19,10 +19,9 @@ __device__ __forceinline__ size_t place_of(u32 half, int sender, int row) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    peer_best(const i64* packed, int rows, int splits, int first_id, u64* received, u64* to_0, u64* to_1,
-              u64* to_2, u64* to_3, u64* to_4, u64* to_5, u64* to_6, u64* to_7, int rank, u32* launches,
-              i64* best) {
-  u64* const to[8] = {to_0, to_1, to_2, to_3, to_4, to_5, to_6, to_7};
+    peer_best(const i64* packed, int rows, int splits, int first_id, u64* received, int rank, u32* launches,
+              i64* best, PEERS) {
+  u64* const to[8] = ALL_PEERS;
   const int lane = threadIdx.x % 32, first_row = blockIdx.x * WARPS + threadIdx.x / 32;
   wait_for_predecessor();
   release_successor();

@@ -12,29 +12,21 @@ import torch
 from torch import Tensor
 
 from megatron_async.kernels.compile import Int32, Int64, kernel
+from megatron_async.kernels.ranks.peers import Peers
 
 MOST_ROWS = 1024
 """The most rows of a launch, windows counted token by token."""
 _CTAS, _THREADS = 32, 256
-_MOST_RANKS = 8
 
 
 class PeerBestArguments(NamedTuple):
-    """Parameters of ``peer_best.cu``, in order."""
+    """Parameters of ``peer_best.cu``, in order; those of ``peers.py`` follow."""
 
     packed: Int64
     rows: int
     splits: int
     first_id: int
     received: Int64
-    to_0: Int64 | None
-    to_1: Int64 | None
-    to_2: Int64 | None
-    to_3: Int64 | None
-    to_4: Int64 | None
-    to_5: Int64 | None
-    to_6: Int64 | None
-    to_7: Int64 | None
     rank: int
     launches: Int32
     best: Int64
@@ -76,15 +68,12 @@ class PeerBest:
         best = torch.empty(rows, dtype=torch.int64, device=packed.device)
         if not rows:
             return best
-        peers = [None if rank == self._rank else each for rank, each in enumerate(self._memory)]
-        peers += [None] * (_MOST_RANKS - len(peers))
-        arguments = PeerBestArguments._make(
-            (
-                packed, rows, splits, first_id, self._memory[self._rank], *peers, self._rank,
-                self._launches, best,
-            )
+        arguments = PeerBestArguments(
+            packed, rows, splits, first_id, self._memory[self._rank], self._rank, self._launches,
+            best,
         )  # fmt: skip
-        kernel("peer_best", self._macros(), self._device).launch((_CTAS, 1, 1), arguments)
+        peers = Peers.of(self._memory, self._rank)
+        kernel("peer_best", self._macros(), self._device).launch((_CTAS, 1, 1), arguments, peers)
         return best
 
     def _macros(self) -> dict[str, int]:

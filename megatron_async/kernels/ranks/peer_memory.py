@@ -18,7 +18,8 @@ from torch import Tensor
 from megatron_async.kernels.ranks import mailbox, peer_best, peer_sum
 from megatron_async.kernels.ranks.mailbox import Mailbox
 from megatron_async.kernels.ranks.peer_best import PeerBest
-from megatron_async.kernels.ranks.peer_sum import MOST_RANKS, PeerWords, word_count
+from megatron_async.kernels.ranks.peer_sum import PeerWords, word_count
+from megatron_async.kernels.ranks.peers import MOST_RANKS
 
 logger = logging.getLogger(__name__)
 

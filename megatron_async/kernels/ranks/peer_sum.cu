@@ -132,10 +132,9 @@ __device__ __forceinline__ float sum_of_tile(float v) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    peer_sum(const u16* partial, u64* received, u64* to_0, u64* to_1, u64* to_2, u64* to_3, u64* to_4,
-             u64* to_5, u64* to_6, u64* to_7, int rank, int rows, u32* launches, const u16* bias,
-             u16* hidden, const u16* next_weight, u16* scaled, float2* stats_out) {
-  u64* const to[8] = {to_0, to_1, to_2, to_3, to_4, to_5, to_6, to_7};
+    peer_sum(const u16* partial, u64* received, int rank, int rows, u32* launches, const u16* bias,
+             u16* hidden, const u16* next_weight, u16* scaled, float2* stats_out, PEERS) {
+  u64* const to[8] = ALL_PEERS;
   const int all = rows * VECTORS;
   auto vector_of = [](int k) { return (k * CTAS + (int)blockIdx.x) * THREADS + (int)threadIdx.x; };
   if (vector_of(0) < all) {

@@ -16,10 +16,10 @@ from torch import Tensor
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.compile import Bf16, Fp32, Int32, Int64, kernel
 from megatron_async.kernels.ranks.peer_best import PeerBest
+from megatron_async.kernels.ranks.peers import Peers
 
 CTAS, THREADS = 128, 128
 """Size of the grid: at 8 elements of each thread, 32 rows of 4,096 at once."""
-MOST_RANKS = 8
 ONE_LATENCY_BYTES = 800_000
 """What a rank sends in the time that a second step adds, about 1.8 us at 450 GB/s: with more to
 save there are two steps. Not measured."""
@@ -29,18 +29,10 @@ ALIGNMENT = 256
 
 
 class PeerSumArguments(NamedTuple):
-    """Parameters of ``peer_sum.cu``, in order."""
+    """Parameters of ``peer_sum.cu``, in order; those of ``peers.py`` follow."""
 
     partial: Bf16 | None
     received: Int64
-    to_0: Int64 | None
-    to_1: Int64 | None
-    to_2: Int64 | None
-    to_3: Int64 | None
-    to_4: Int64 | None
-    to_5: Int64 | None
-    to_6: Int64 | None
-    to_7: Int64 | None
     rank: int
     rows: int
     launches: Int32
@@ -171,18 +163,15 @@ class PeerSum:
                 goes.
         """
         words, memory = self.words, self.words.memory
-        peers = [None if rank == words.rank else each for rank, each in enumerate(memory)]
-        peers += [None] * (MOST_RANKS - len(peers))
         next_weight, scaled_out = (None, None) if scaled is None else scaled
-        arguments = PeerSumArguments._make(
-            (
-                partial, memory[words.rank], *peers, words.rank, hidden.shape[0], words.launches,
-                bias, hidden, next_weight, scaled_out, statistics,
-            )
+        arguments = PeerSumArguments(
+            partial, memory[words.rank], words.rank, hidden.shape[0], words.launches, bias, hidden,
+            next_weight, scaled_out, statistics,
         )  # fmt: skip
+        peers = Peers.of(memory, words.rank)
         kind = 0 if statistics is None else 1 if scaled is not None else 2
         source, macros = self.work(most_rows, kind, sent=partial is None)
-        kernel(source, macros, self._device).launch((self._ctas, 1, 1), arguments)
+        kernel(source, macros, self._device).launch((self._ctas, 1, 1), arguments, peers)
 
 
 def runs_on(device: torch.device) -> str | None:
