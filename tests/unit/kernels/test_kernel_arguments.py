@@ -53,10 +53,8 @@ def parameters_of(
     pattern = rf'extern "C" __global__.*?\b{kernel}\((.*?)\) \{{'
     (text,) = re.findall(pattern, cuda.own_text(kernel), re.DOTALL)
     found: list[tuple[str, type, torch.dtype | None]] = []
-    sending = (
-        "u64* to_0, u64* to_1, u64* to_2, u64* to_3, u64* to_4, u64* to_5, u64* to_6, u64* to_7"
-    )
-    text = text.replace(" SENDING", f", {sending}, int place, const u32* launches" if sends else "")
+    text = text.replace(" SENDING", ", int place, const u32* launches, PEERS" if sends else "")
+    text = text.replace("PEERS", ", ".join(f"u64* to_{place}" for place in range(8)))
     for parameter in text.split(","):
         words = parameter.replace("*", " * ").split()
         kind = next(word for word in words if word not in ("const", "__grid_constant__"))
@@ -80,9 +78,8 @@ def test_fields_are_the_kernels_parameters_in_order(kernel: str) -> None:
 @pytest.mark.parametrize("kernel", ("skinny_gemm_mma", "skinny_gemm_wgmma"))
 def test_gemms_that_send_have_more_behind_them(kernel: str) -> None:
     records = (RECORDS[kernel], SendingArguments, Peers)
-    assert [field for each in records for field in fields(each)] == parameters_of(
-        kernel, sends=True
-    )
+    found = [field for each in records for field in fields(each)]
+    assert found == parameters_of(kernel, sends=True)
 
 
 def good() -> EmbedArguments:
