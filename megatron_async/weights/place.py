@@ -182,9 +182,10 @@ def place(
                 f"the new {OUTPUT} differs from the new {EMBEDDING}, to which the model ties it"
             )
         del shares[list(tensors).index(OUTPUT)], tensors[OUTPUT]
-    # A look at the values has made the pages of a mapping, so that a copy is faster than a read.
     opened = given if isinstance(given, OpenedWeights) else None
-    return Placement(_apart(model, tensors, shares), shares, opened, allow_non_finite_weights)
+    # A look at the values makes a mapping's pages. Where they are, a copy is faster than a read.
+    is_read = opened is not None and allow_non_finite_weights and not opened.has_pages
+    return Placement(_apart(model, tensors, shares), shares, opened, is_read)
 
 
 def _with_values(given: Any) -> dict[str, Tensor]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import fcntl
 import itertools
 import mmap
 import os
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +37,8 @@ PIECE = 1 << 20
 MAX_THREADS = 8
 """That read. Two are faster than one copy by one thread, and the engine takes no step meanwhile."""
 _IN_MEMORY = Path("/dev/shm")
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which the module mmap does not name
+_POPULATE_READ = 22
+_POPULATE_WRITE = 23  # MADV_POPULATE_READ and _WRITE, which the module mmap does not name
 
 # What ``reduce_tensor`` says of a CUDA tensor behind its class, with "device" as a UUID.
 _CUDA_FIELDS = (
@@ -173,7 +176,12 @@ def _room(path: Path, size: int) -> Tensor:
         memory = mmap.mmap(file.fileno(), size)
     with contextlib.suppress(OSError):  # of Linux 5.14 and later; else the first copy does it
         memory.madvise(_POPULATE_WRITE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return _whole(memory)
+
+
+def _whole(memory: mmap.mmap | bytes) -> Tensor:
+    """uint8, over all of a file."""
+    return torch.frombuffer(memory, dtype=torch.uint8) if memory else torch.empty(0).byte()
 
 
 def _views(whole: Tensor, infos: Sequence[TensorInfo], offsets: Sequence[int]) -> list[Tensor]:
@@ -187,6 +195,9 @@ class OpenedWeights(dict[str, Tensor]):
     """Tensors over a trainer's file in memory, by name. :meth:`copy_into` reads the file into a
     parameter without them: a mapping's new pages take as long as the copy.
 
+    Attributes:
+        has_pages: the mapping was kept from an earlier update, so a copy through it is faster.
+
     Raises:
         CheckpointError: the file is not there, or has another size.
     """
@@ -198,9 +209,9 @@ class OpenedWeights(dict[str, Tensor]):
             raise CheckpointError(
                 f"{path} does not hold the {self._size:,} bytes of shared weights"
             )
-        self._file: BinaryIO = path.open("rb", buffering=0)  # closed with this object
-        whole = torch.from_file(str(path), shared=True, size=self._size, dtype=torch.uint8)
-        views = _views(whole, infos, offsets)
+        self._file: BinaryIO = path.open("r+b", buffering=0)  # closed with this object
+        memory, self.has_pages = _mapped(self._file, self._size) if self._size else (b"", False)
+        views = _views(_whole(memory), infos, offsets)
         super().__init__({info.name: view for info, view in zip(infos, views, strict=True)})
         self._offsets = {info.name: offset for info, offset in zip(infos, offsets, strict=True)}
 
@@ -243,6 +254,73 @@ class OpenedWeights(dict[str, Tensor]):
             if not count:
                 raise RuntimeError(f"{self._path} was cut short while its weights were read")
             offset, room = offset + count, room[count:]
+
+
+# --- mappings that are kept -------------------------------------------------------------------
+
+
+class _Mapping:
+    """A trainer's file, whose pages are this process's too. No tensor: a thread that frees one
+    while the interpreter ends is the end of the process."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self.memory = mmap.mmap(file.fileno(), size)
+        self.has_pages = False
+
+    def make_pages(self) -> None:
+        """Piece by piece, since each holds the interpreter. That a file was cut short is an error
+        here, as it is for a read, and not the end of the process."""
+        for start in range(0, len(self.memory), 4 * PIECE):
+            length = min(4 * PIECE, len(self.memory) - start)
+            self.memory.madvise(_POPULATE_READ, start, length)
+        self.has_pages = True
+
+
+_kept: dict[tuple[int, int], _Mapping] = {}
+"""By device and inode, while the trainer has its file locked: until it closes it, or ends."""
+_keeping = threading.Lock()
+os.register_at_fork(after_in_child=_kept.clear)  # the threads are the parent's
+
+
+def _mapped(file: BinaryIO, size: int) -> tuple[mmap.mmap, bool]:
+    """The file's memory, and whether its pages were made behind an earlier update."""
+    status = os.fstat(file.fileno())
+    key = status.st_dev, status.st_ino
+    with _keeping:
+        found = _kept.get(key)
+        if found is not None and len(found.memory) == size:
+            return found.memory, found.has_pages
+        made = _Mapping(file, size)
+        lock = open(f"/dev/fd/{file.fileno()}", "rb")  # noqa: SIM115 - the thread closes it
+        if _is_let_go(lock):
+            lock.close()
+            return made.memory, False
+        _kept[key] = made
+    threading.Thread(target=_keep, args=(key, made, lock), name="weights", daemon=True).start()
+    return made.memory, False
+
+
+def _is_let_go(lock: BinaryIO) -> bool:
+    """Nobody has locked the file, or its file system has no locks."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _keep(key: tuple[int, int], mapping: _Mapping, lock: BinaryIO) -> None:
+    """Keep a mapping for as long as the trainer has its file locked."""
+    with lock:
+        with contextlib.suppress(OSError):  # it was cut short, or Linux is older than 5.14
+            mapping.make_pages()
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_SH)
+    with _keeping:
+        if _kept.get(key) is mapping:
+            del _kept[key]
 
 
 # --- GPU memory -------------------------------------------------------------------------------

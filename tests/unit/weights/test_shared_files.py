@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,6 +120,80 @@ def test_a_file_that_is_cut_short_in_the_midst_is_another_error(
         monkeypatch.setattr(OpenedWeights, "check", lambda self: os.truncate(handles["path"], 4096))
         with pytest.raises(RuntimeError, match="was cut short while its weights were read"):
             replace()
+
+
+def until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_mapping_is_kept_while_its_trainer_lives() -> None:
+    """Later updates are copied from pages that are there; nothing is kept of a trainer that has
+    closed its file."""
+    served = model(1, torch.float32)
+    with SharedWeights(state_of(model(2, torch.float32))) as trainer:
+        first = open_weights(trainer.export())
+        assert not first.has_pages, "a new mapping is read"
+        ((mapping),) = shared_memory._kept.values()
+        until(lambda: mapping.has_pages)
+        del first
+        for seed in (3, 4):
+            new = state_of(model(seed, torch.float32))
+            for name, tensor in trainer._tensors.items():
+                tensor.copy_(new[name])
+            opened = open_weights(trainer.export())
+            assert opened.has_pages and list(shared_memory._kept.values()) == [mapping]
+            read_weights(served, opened, allow_non_finite_weights=True, all_parameters=True)()
+            assert all(each.equal(new[name]) for name, each in served.named_parameters())
+    until(lambda: not shared_memory._kept)
+    assert all(opened[name].equal(new[name]) for name in new), "who holds tensors has them still"
+
+
+@pytest.mark.parametrize("end", ("killed", "closed"))
+def test_a_trainer_that_has_died_leaves_no_mapping(end: str) -> None:
+    """Its memory would be held for ever."""
+    program = (
+        "import json, sys, torch\n"
+        "from megatron_async.weights import SharedWeights\n"
+        "shared = SharedWeights({'a': torch.ones(3)})\n"
+        "print(json.dumps(shared.export()), flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as trainer:
+        assert trainer.stdin is not None and trainer.stdout is not None
+        handles = json.loads(trainer.stdout.readline())
+        assert open_weights(handles)["a"].tolist() == [1, 1, 1]
+        assert len(shared_memory._kept) == 1
+        trainer.kill() if end == "killed" else trainer.stdin.close()
+        until(lambda: not shared_memory._kept)
+
+
+def test_a_process_ends_with_a_mapping_that_is_kept() -> None:
+    """Its thread freed a tensor while the interpreter ended, and that ended the process."""
+    with SharedWeights({"a": torch.ones(1 << 20)}) as trainer:
+        program = (
+            "import json, sys\n"
+            "from megatron_async.weights import open_weights\n"
+            "opened = open_weights(json.loads(sys.stdin.readline()))\n"
+            "print('open', flush=True)\n"
+            "sys.stdin.readline()\n"
+        )
+        with subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        ) as engine:  # fmt: skip
+            assert engine.stdin is not None and engine.stdout is not None
+            engine.stdin.write(json.dumps(trainer.export()) + "\n")
+            engine.stdin.flush()
+            assert engine.stdout.readline() == "open\n"
+            engine.stdin.write("\n")
+            engine.stdin.flush()
+            trainer.close()
+            assert engine.wait(60) == 0
 
 
 def test_a_host_without_room_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
