@@ -108,7 +108,9 @@ def load_benchmark_model(
     started = time.perf_counter()
     names = (*PARALLEL_SIZES, "rank_timeout_seconds")
     ranks: dict[str, Any] = {k: v for k in names if (v := getattr(args, k, None)) is not None}
-    engine_config = EngineConfig(device=args.device, dtype=args.dtype, **ranks)
+    engine_config = EngineConfig(
+        device=args.device, dtype=args.dtype, quantization=args.quantization, **ranks
+    )
 
     def describe() -> Iterable[ModelConfig]:
         yield config_of(args.model or "tiny") if args.shape is None else SHAPES[args.shape]
@@ -144,7 +146,9 @@ def _load(
     else:
         if group is not None:
             group.tell(LoadModel(args.model or "tiny", config_of_ranks(engine_config)))
-        pretrained = load_pretrained(args.model or "tiny", device=device, dtype=dtype)
+        pretrained = load_pretrained(
+            args.model or "tiny", device=device, dtype=dtype, quantization=args.quantization
+        )
         name, config, model = pretrained.name, pretrained.config, pretrained.model
     if longest > config.max_sequence_length:
         limit = f"the model's longest has {config.max_sequence_length} tokens; lower one of them"
@@ -153,8 +157,10 @@ def _load(
         if dtype is None:
             dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         if group is not None:
-            group.tell(BuildModel(config, dtype, seed))
-        model = build_random_model(config, device=device, dtype=dtype, seed=seed)
+            group.tell(BuildModel(config, dtype, seed, args.quantization is not None))
+        model = build_random_model(
+            config, device=device, dtype=dtype, seed=seed, quantize=args.quantization is not None
+        )
     network, draft = GPTNetwork(model), None
     if group is not None:
         group.await_answers()

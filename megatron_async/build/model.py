@@ -65,6 +65,7 @@ def load_share(path: str | Path, config: EngineConfig, device: torch.device) -> 
         dtype=dtype,
         allow_non_finite_weights=config.allow_non_finite_weights,
         tokenizer_model=config.tokenizer_model,
+        quantization=config.quantization,
     )
     weights = None
     if config.enable_sleep_mode:

@@ -55,7 +55,11 @@ class RankModel:
     def make(self, message: BuildModel) -> None:
         """See :class:`BuildModel`."""
         made = build_random_model(
-            message.model, device=self._device, dtype=message.dtype, seed=message.seed
+            message.model,
+            device=self._device,
+            dtype=message.dtype,
+            seed=message.seed,
+            quantize=message.quantize,
         )
         self._given = ServedModel(network=network_over(made, EngineConfig()))
 

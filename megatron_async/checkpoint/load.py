@@ -32,6 +32,7 @@ from megatron_async.checkpoint.reading.finite import check_finite
 from megatron_async.checkpoint.reading.json_file import read_json
 from megatron_async.checkpoint.reading.regular_files import is_regular_file
 from megatron_async.checkpoint.reading.stored_size import check_stored_size
+from megatron_async.config.engine_config import QUANTIZATIONS
 from megatron_async.device import parse_device
 from megatron_async.errors import CheckpointError, ConfigError, shown
 from megatron_async.models.description.config import ModelConfig
@@ -155,12 +156,16 @@ class ModelFiles:
 
         return weights_of(self.directory, self.config, model)
 
-    def load(self, device: torch.device, dtype: torch.dtype) -> Any:
-        """Build the model and fill it; raises CheckpointError."""
+    def load(
+        self, device: torch.device, dtype: torch.dtype, quantization: str | None = None
+    ) -> Any:
+        """Build the model and fill it; raises CheckpointError. See :func:`load_pretrained`."""
         # Importing megatron takes seconds: not before all that can fail without it has passed.
         from megatron_async.models.build import build_model
 
         config = self.config
+        if quantization is not None:
+            return self._load_quantized(device, dtype)
         model = build_model(config, device=device, dtype=dtype, initialize=False)
         if self.described.distributed is not None:
             from megatron_async.checkpoint.megatron.distributed import load_weights
@@ -174,6 +179,23 @@ class ModelFiles:
             huggingface_weights.load_weights(self.directory, config, model)
         return model
 
+    def _load_quantized(self, device: torch.device, dtype: torch.dtype) -> Any:
+        from megatron_async.checkpoint.quantized.kept import keep_as_stored
+        from megatron_async.models.build import build_model
+
+        if self.described.distributed is not None:
+            raise CheckpointError(
+                f"{self.directory}: quantization does not read distributed checkpoints; save the "
+                "model as safetensors (megatron_async.checkpoint.save_pretrained) and serve that"
+            )
+        model = build_model(
+            self.config, device=device, dtype=dtype, initialize=False, may_be_quantized=True
+        )
+        self.weights_of(model).check()
+        keep_as_stored(model, self.weights_of(model))
+        self.weights_of(model).load()
+        return model
+
 
 def load_pretrained(
     path: str | Path,
@@ -182,6 +204,7 @@ def load_pretrained(
     dtype: torch.dtype | None = None,
     allow_non_finite_weights: bool = False,
     tokenizer_model: str | Path | None = None,
+    quantization: str | None = None,
 ) -> Pretrained:
     """Load a model directory; its format is recognised from its files. Of the root of a training of
     Megatron-LM its last iteration is taken.
@@ -199,6 +222,8 @@ def load_pretrained(
         allow_non_finite_weights: take parameters with NaN or infinite elements as they are.
         tokenizer_model: a ``tokenizer.json``, or the directory of one. None takes the directory's
             own, or the one that Megatron-LM's training names, where it is there.
+        quantization: "fp8" keeps linear layers and experts as e4m3: as they are stored, or of a
+            model without such weights quantized while they are read. None multiplies them out.
 
     Raises:
         ConfigError: there is no such device, or it has less memory free than the weights take.
@@ -216,11 +241,13 @@ def load_pretrained(
         )
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ConfigError(f"dtype={shown(dtype)} must be a torch.dtype")
+    if quantization is not None and quantization not in QUANTIZATIONS:
+        raise ConfigError(f"quantization={shown(quantization)} must be 'fp8' or None")
     device = parse_device(device)
     shape = random_shape(path)
     if shape is not None:
         made_up = load_tokenizer(path, tokenizer_model)
-        return _random(str(path), shape, device, dtype, made_up)
+        return _random(str(path), shape, device, dtype, made_up, quantization)
     files = ModelFiles.at(path)
     directory, description = files.directory, files.described.model
     tokenizer = None
@@ -232,7 +259,7 @@ def load_pretrained(
         eos_token_ids = tokenizer.eos_ids
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else description.dtype
-    model = files.load(device, dtype)
+    model = files.load(device, dtype, quantization)
     if description.vocabulary is not None:
         model.token_count = description.vocabulary.token_count(
             description.config.vocab_size, None if tokenizer is None else tokenizer.vocab_size
@@ -254,13 +281,16 @@ def _random(
     device: torch.device,
     dtype: torch.dtype | None,
     tokenizer: Tokenizer,
+    quantization: str | None,
 ) -> Pretrained:
     from megatron_async.models.build import build_random_model
 
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     return Pretrained(
-        model=build_random_model(config, device=device, dtype=dtype),
+        model=build_random_model(
+            config, device=device, dtype=dtype, quantize=quantization is not None
+        ),
         config=config,
         tokenizer=tokenizer,
         eos_token_ids=tokenizer.eos_ids,

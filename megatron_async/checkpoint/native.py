@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_async.checkpoint.megatron.padded_vocabulary import PaddedVocabulary
+from megatron_async.checkpoint.quantized import kept_weights
 from megatron_async.checkpoint.reading.files import (
     SINGLE_FILE,
     Description,
@@ -181,9 +182,10 @@ def weights_of(directory: Path, config: ModelConfig, model: torch.nn.Module) -> 
         for name, parameter in model.named_parameters()
     }
     if stage.stages == 1:
-        return SafetensorsWeights(directory, here, {}, lambda name: False)
+        return kept_weights(SafetensorsWeights(directory, here, {}, lambda name: False), model)
     names = {name: stage.local(name) for name in stored_shapes(directory)}
     targets = {name: here[local] for name, local in names.items() if local in here}
     if missing := here.keys() - set(names.values()):
         raise CheckpointError(f"{directory}: nothing fills {min(missing)} of this rank's stage")
-    return SafetensorsWeights(directory, targets, {}, lambda name: names[name] is None)
+    weights = SafetensorsWeights(directory, targets, {}, lambda name: names[name] is None)
+    return kept_weights(weights, model)

@@ -71,6 +71,16 @@ class Target:
     select: Callable[[torch.Tensor], torch.Tensor] = _whole
     dtypes: ClassVar[tuple[str, ...]] = ("F64", "F32", "BF16", "F16")
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """That the values must be finite in."""
+        return self.view.dtype
+
+    def may_be_filled_in_place(self) -> bool:
+        """Whether :meth:`copy_from` cannot fail, nor make something else of finite values, in a
+        model that serves."""
+        return True
+
     def copy_from(self, stored: torch.Tensor) -> None:
         """Fill the view."""
         with torch.no_grad():

@@ -56,7 +56,14 @@ def run(args: argparse.Namespace) -> int:
     recorded = read_run(args.file)
     if not args.trust_paths:
         check_paths(recorded.config, [applied.command for applied in recorded.applied])
-    given = ("device", "dtype", *PARALLEL_SIZES, "pipeline_micro_batches", "rank_timeout_seconds")
+    given = (
+        "device",
+        "dtype",
+        "quantization",
+        *PARALLEL_SIZES,
+        "pipeline_micro_batches",
+        "rank_timeout_seconds",
+    )
     changes: dict[str, Any] = {k: v for k in given if (v := getattr(args, k)) is not None}
     if args.depth is not None:
         changes |= {"inference_async_scheduling": None, "depth": args.depth}

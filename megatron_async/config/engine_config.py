@@ -19,6 +19,7 @@ MAX_DRAFTS = 64
 MAX_RANKS = 1024
 DEFAULT_RANK_TIMEOUT_SECONDS = 8.0
 MAX_RANK_TIMEOUT_SECONDS = 86400.0
+QUANTIZATIONS = ("fp8",)
 RECURRENT_STATE_DTYPES = ("float32", "bfloat16")
 SPECULATIVE_METHODS = ("mtp", "ngram", "grammar")
 MAX_GIB = 2**30
@@ -157,6 +158,9 @@ class EngineConfig:
             group; eight times as long while it starts, loads or captures. 0 waits for ever.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None takes the checkpoint's on a GPU
             and float32 on a CPU.
+        quantization: "fp8" keeps the weights of linear layers and experts as e4m3, those of an FP8
+            checkpoint as they are stored, others quantized while they are read. None multiplies
+            FP8 weights out to ``dtype``.
         record: a file that gets the engine's commands with their ticket numbers; ``megatron-async
             replay`` repeats the run.
         debug: poison consumed buffers and check invariants at every step.
@@ -203,6 +207,7 @@ class EngineConfig:
     pipeline_micro_batches: int | None = None
     rank_timeout_seconds: float = DEFAULT_RANK_TIMEOUT_SECONDS
     dtype: str | None = None
+    quantization: str | None = None
     record: str | None = None
     debug: bool = False
     testing: TestingOptions = field(default_factory=TestingOptions)
@@ -272,6 +277,8 @@ class EngineConfig:
         names = ("float32", "bfloat16", "float16")
         if self.dtype is not None and not (isinstance(self.dtype, str) and self.dtype in names):
             raise ConfigError(f"dtype={shown(self.dtype)} must be float32, bfloat16 or float16")
+        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+            raise ConfigError(f"quantization={shown(self.quantization)} must be 'fp8' or None")
 
     def _check_async_scheduling(self) -> None:
         """An alias of ``depth`` that says something else than it is refused."""

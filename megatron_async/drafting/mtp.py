@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron_async.drafting.mtp_rows import DraftRows, DraftShape, draft_rows
 from megatron_async.kernels.drafting.mtp_input import DraftInput, NormParameters, hidden_before
 from megatron_async.models.parallel import ModelParallel
+from megatron_async.models.quantized.values import plain_parameter
 from megatron_async.runner.drafter import MixedTokens, SampledRows
 from megatron_async.runner.memory.attention_metadata import metadata_of_mixed
 from megatron_async.runner.memory.forward_batch import ForwardBatch
@@ -55,7 +56,7 @@ class MtpDrafter:
         # Layers that give no draft are left alone.
         self._layers = min(len(model.mtp.layers), self._count)
         self._learns_positions: bool = model.position_embedding_type == "learned_absolute"
-        like: Tensor = next(model.parameters())
+        like: Tensor = plain_parameter(model)
         hidden_size: int = model.config.hidden_size
         self._pending = like.new_zeros(max_rows * (self._count + 1), hidden_size)
         """Hidden states of the tokens of the pending logits."""

@@ -47,6 +47,7 @@ TAKEN = (
     "pipeline_micro_batches",
     "rank_timeout_seconds",
     "dtype",
+    "quantization",
     "debug",
     "testing",
 )

@@ -19,6 +19,7 @@ from megatron_async.models.gpt import GPTModel
 from megatron_async.models.layers.attention import PagedAttention
 from megatron_async.models.layers.rope import RotaryTable
 from megatron_async.models.parallel_sizes import check_divides
+from megatron_async.models.quantized import linear
 from megatron_async.models.spec import gpt_block_spec, link_norms, mtp_block_spec
 
 from megatron.core import parallel_state  # isort: skip
@@ -147,6 +148,7 @@ def build_model(
     device: torch.device | str,
     dtype: torch.dtype,
     initialize: bool = True,
+    may_be_quantized: bool = False,
 ) -> GPTModel:
     """A model in training mode, all parameters on ``device`` in ``dtype``, rotary table in fp32.
 
@@ -157,6 +159,8 @@ def build_model(
         dtype: of the parameters and activations.
         initialize: draw the weights (from torch's default generator on the CPU, from
             ``torch.initial_seed()`` on a GPU); if False their values are undefined.
+        may_be_quantized: linear layers have no memory for weights yet, see
+            :mod:`megatron_async.models.quantized.linear`.
 
     Raises:
         ConfigError: see :func:`transformer_config`.
@@ -169,9 +173,12 @@ def build_model(
     megatron_config.perform_initialization &= initialize
     stages = megatron_config.pipeline_model_parallel_size
     on_device: Any = contextlib.nullcontext()
+    deferred = linear.may_be_quantized() if may_be_quantized else contextlib.nullcontext()
     if device.type == "cuda":
         on_device = torch.cuda.device(device)
-    with on_device, weights_must_fit(device, _bytes_of_share(config, megatron_config), dtype):
+    itemsize = 1 if may_be_quantized else dtype.itemsize
+    needed = _bytes_of_share(config, megatron_config, itemsize)
+    with on_device, deferred, weights_must_fit(device, needed, dtype):
         model = GPTModel(
             config=megatron_config,
             transformer_layer_spec=gpt_block_spec(
@@ -204,9 +211,8 @@ def build_model(
     return model
 
 
-def _bytes_of_share(config: ModelConfig, megatron_config: TransformerConfig) -> int:
+def _bytes_of_share(config: ModelConfig, megatron_config: TransformerConfig, itemsize: int) -> int:
     """The fewest bytes that a rank's share of the weights takes: some are on each rank."""
-    itemsize: int = megatron_config.params_dtype.itemsize
     experts = config.num_moe_experts
     if experts is not None:
         experts //= megatron_config.expert_model_parallel_size
@@ -216,18 +222,29 @@ def _bytes_of_share(config: ModelConfig, megatron_config: TransformerConfig) -> 
 
 
 def build_random_model(
-    config: ModelConfig, *, device: torch.device, dtype: torch.dtype, seed: int = 0
+    config: ModelConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int = 0,
+    quantize: bool = False,
 ) -> GPTModel:
     """A model in evaluation mode with random weights, drawn where they stay.
 
     Linear layers draw from a normal distribution of standard deviation 0.02 (those that end a
     residual branch from a narrower one), so activations stay finite in bfloat16 at any depth.
 
+    Args:
+        quantize: linear layers keep e4m3 with a scale a row.
+
     Raises:
         ModelTooLargeError: the device has less memory free than the weights take.
     """
     torch.manual_seed(seed)
-    model = build_model(config, device=device, dtype=dtype)
+    model = build_model(config, device=device, dtype=dtype, may_be_quantized=quantize)
+    for layer in linear.quantizable(model).values():
+        if layer.weight.dtype != linear.E4M3:
+            linear.quantize_in_place(layer)
     place = parallel.current()
     if place is not None and config.tie_word_embeddings:
         place.share_from_first_stage_(model.shared_embedding_or_output_weight)
@@ -303,7 +320,10 @@ def _initialize_on_device(model: GPTModel, device: torch.device) -> None:
             if name.endswith("position_embeddings.weight"):
                 draw(parameter, std)
         generator.manual_seed(seed + 1 + parallel_state.get_tensor_model_parallel_rank())
-        for name, parameter in model.named_parameters():
+        deferred = {f"{name}.weight": m for name, m in linear.quantizable(model).items()}
+        for name, parameter in list(model.named_parameters()):
+            if name in deferred:
+                linear.keep(deferred[name], None)
             if name.endswith("position_embeddings.weight"):
                 continue
             if "conv1d" in name:
@@ -311,5 +331,7 @@ def _initialize_on_device(model: GPTModel, device: torch.device) -> None:
             if name.endswith("weight") and parameter.dim() > 1 and "norm" not in name:
                 is_output = name.endswith(_OUTPUTS)
                 draw(parameter, output_std if is_output else std)
+                if name in deferred:
+                    linear.quantize_in_place(deferred[name])
             elif ("linear" in name or "_proj" in name) and name.endswith(".bias"):
                 parameter.zero_()

@@ -21,6 +21,7 @@ from megatron_async.models.fused import where
 from megatron_async.models.gpt import GPTModel, Inference
 from megatron_async.models.layers.attention import PagedAttention
 from megatron_async.models.network import Network
+from megatron_async.models.quantized.values import plain_parameter
 
 if TYPE_CHECKING:
     from megatron_async.models.fused.blocks.residual import AllReduce
@@ -80,7 +81,7 @@ class GPTNetwork(Network):
         ranks = 1 if self.parallel is None else self.parallel.layout.tensor
         self.logits_width: int = width // ranks
         self.max_sequence_length: int = self.model.max_sequence_length
-        self._like: Tensor = next(self.model.parameters())
+        self._like: Tensor = plain_parameter(self.model)
         self.device: torch.device = self._like.device
         self.kv_cache_spec: KVCacheSpec = kv_cache_spec(self.model)
         self.recurrent_state_spec = recurrent_state_spec(self.model)

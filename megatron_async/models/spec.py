@@ -24,6 +24,7 @@ from megatron_async.models.layers.activation import (
 )
 from megatron_async.models.layers.attention import NoCoreAttention, PagedSelfAttention
 from megatron_async.models.layers.norm import Norm, fusable, head_norm_classes, norm_class
+from megatron_async.models.quantized.linear import as_built
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add  # isort: skip
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear  # isort: skip
@@ -168,8 +169,8 @@ def mlp_spec(config: ModelConfig, layer: int) -> Any:
     # Shared experts have no bias in megatron.
     biased = config.mlp_bias and not has_experts
     submodules = MLPSubmodules(
-        linear_fc1=BiasedColumnParallelLinear if biased else ColumnParallelLinear,
-        linear_fc2=BiasedRowParallelLinear if biased else RowParallelLinear,
+        linear_fc1=as_built(BiasedColumnParallelLinear if biased else ColumnParallelLinear),
+        linear_fc2=as_built(BiasedRowParallelLinear if biased else RowParallelLinear),
         activation_func=_ACTIVATIONS[config.activation],
     )
     if has_experts:
@@ -181,7 +182,10 @@ def mlp_spec(config: ModelConfig, layer: int) -> Any:
 
 def _attention_spec(config: ModelConfig, norm: type) -> ModuleSpec:
     params = {"attn_mask_type": AttnMaskType.causal}
-    attention_row = BiasedRowParallelLinear if config.attention_output_bias else RowParallelLinear
+    column = as_built(ColumnParallelLinear)
+    attention_row = as_built(
+        BiasedRowParallelLinear if config.attention_output_bias else RowParallelLinear
+    )
     q_norm, k_norm = IdentityOp, IdentityOp
     if config.qk_norm:
         # Norms of all heads are always ours.
@@ -195,11 +199,11 @@ def _attention_spec(config: ModelConfig, norm: type) -> ModuleSpec:
         )
 
         latent = MLASelfAttentionSubmodules(
-            linear_q_proj=ColumnParallelLinear,
-            linear_q_down_proj=ColumnParallelLinear,
-            linear_q_up_proj=ColumnParallelLinear,
-            linear_kv_down_proj=ColumnParallelLinear,
-            linear_kv_up_proj=ColumnParallelLinear,
+            linear_q_proj=column,
+            linear_q_down_proj=column,
+            linear_q_up_proj=column,
+            linear_kv_down_proj=column,
+            linear_kv_up_proj=ColumnParallelLinear,  # attention reads the weight itself
             core_attention=NoCoreAttention,
             linear_proj=attention_row,
             q_layernorm=norm,
@@ -210,7 +214,7 @@ def _attention_spec(config: ModelConfig, norm: type) -> ModuleSpec:
         module=PagedSelfAttention,
         params=params,
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
+            linear_qkv=column,
             core_attention=NoCoreAttention,
             linear_proj=attention_row,
             q_layernorm=q_norm,

@@ -35,11 +35,12 @@ class LoadModel(Told, frozen=True):
 
 
 class BuildModel(Told, frozen=True):
-    """Make a model with random weights."""
+    """Make a model with random weights, e4m3 in linear layers with ``quantize``."""
 
     model: ModelConfig
     dtype: torch.dtype
     seed: int
+    quantize: bool = False
     is_answered: ClassVar[bool] = True
 
 

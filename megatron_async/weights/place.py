@@ -18,6 +18,7 @@ from megatron_async.checkpoint.reading.json_file import one_line
 from megatron_async.checkpoint.reading.regular_files import Watched
 from megatron_async.checkpoint.targets import EMBEDDING, OUTPUT, Target, check_has_values
 from megatron_async.errors import CheckpointError
+from megatron_async.models.quantized.values import plain_parameter
 from megatron_async.weights.shared_memory import OpenedWeights
 from megatron_async.weights.source import ModelDirectory, WeightsFile, WeightSource, source_of
 from megatron_async.weights.targets import Names, Shares, are_the_same
@@ -136,7 +137,7 @@ def _place_stored(
     targets = [stored.targets[name] for name in tensors]
     if not allow_non_finite_weights:
         pairs = zip(tensors.items(), targets, strict=True)
-        each = ((name, tensor, target.view.dtype) for (name, tensor), target in pairs)
+        each = ((name, tensor, target.dtype) for (name, tensor), target in pairs)
         check_finite("the new weights", each)
     placement = Placement(tensors, list(targets))
     return functools.partial(_copy_unchanged, placement, watched)
@@ -169,10 +170,10 @@ def place(
     shares = names.shares(infos, all_parameters=all_parameters)
     if whole:
         infos_of(tensors)  # dtypes that can be sent
-    dtype = next(model.parameters()).dtype
+    dtype = plain_parameter(model).dtype
     if not allow_non_finite_weights:
         each = (
-            (name, tensor, stored_dtype(name, dtype) if share is None else share.view.dtype)
+            (name, tensor, stored_dtype(name, dtype) if share is None else share.dtype)
             for (name, tensor), share in zip(tensors.items(), shares, strict=True)
         )
         check_finite("the new weights", each)

@@ -23,10 +23,10 @@ from megatron_async.checkpoint.path import model_directory, random_shape
 from megatron_async.checkpoint.reading.json_file import one_line
 from megatron_async.checkpoint.reading.regular_files import is_directory, is_regular_file
 from megatron_async.checkpoint.reading.stored_size import SLACK, least_parameters
-from megatron_async.checkpoint.targets import Target
 from megatron_async.errors import CheckpointError
 from megatron_async.models import parallel
 from megatron_async.models.description.config import ModelConfig
+from megatron_async.models.quantized.values import plain_parameter
 from megatron_async.weights.announced import BUFFER_BYTES, Group, receive_announced
 from megatron_async.weights.header import check_directory_size, check_file
 from megatron_async.weights.shared_memory import open_weights
@@ -83,14 +83,14 @@ class ModelDirectory:
         if found.described.distributed is not None:
             return None
         weights = found.weights_of(model)
-        is_plain = all(type(target) is Target for target in weights.targets.values())
-        return weights if is_plain else None
+        in_place = all(each.may_be_filled_in_place() for each in weights.targets.values())
+        return weights if in_place else None
 
     def read(self, model: GPTModel) -> Mapping[str, Any]:
         """The state dict of this rank's share, in the dtype of ``model``. A directory of another
         model is refused by its config.json and its headers."""
         # Elements that are not finite are looked for with all the rest.
-        device, dtype = torch.device("cpu"), next(model.parameters()).dtype
+        device, dtype = torch.device("cpu"), plain_parameter(model).dtype
         shape = random_shape(self.path)
         if shape is not None:
             from megatron_async.models.build import build_random_model

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megatron_async.checkpoint.quantized import kept_targets
 from megatron_async.checkpoint.targets import (
     EMBEDDING,
     FLOATS,
@@ -20,6 +21,7 @@ from megatron_async.checkpoint.targets import (
     same_values,
 )
 from megatron_async.errors import CheckpointError
+from megatron_async.models.quantized.values import plain_parameter
 from megatron_async.weights.tensor_info import TensorInfo
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 Shares = list[Target | None]
 """Where this rank's share of each tensor goes; None where it has none."""
 
+SCALES = ".weight_scale"
+"""Behind the name of a layer that keeps e4m3; they follow from its new weight."""
 _NUMBERED = re.compile(r"(?<=\.experts\.local_experts\.)\d+|(?<=weight|.{2}bias)\d+$")
 """An expert's number, in the names of both of megatron-core's classes."""
 
@@ -79,9 +83,11 @@ class Names:
         if not targets.keys() >= set(names):
             theirs = huggingface_targets(model, names)
             if theirs is not None:
-                return cls(model, theirs, True, theirs.elsewhere.__contains__, whole)
+                kept = kept_targets(theirs, model)
+                return cls(model, kept, True, theirs.elsewhere.__contains__, whole)
             targets |= _expert_targets(model, whole=whole)
-        return cls(model, targets, False, _elsewhere(model, targets, whole=whole), whole)
+        elsewhere = _elsewhere(model, targets, whole=whole)
+        return cls(model, kept_targets(targets, model), False, elsewhere, whole)
 
     def without_doubles(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """``tensors`` without those that hold no weights, and with Hugging Face's tied output
@@ -98,7 +104,7 @@ class Names:
         if self.model.share_embeddings_and_output_weights and head in kept:
             tied = kept.pop(head)
             other = kept.setdefault(embedding, tied)
-            dtype = next(self.model.parameters()).dtype
+            dtype = plain_parameter(self.model).dtype
             if other is not tied and not are_the_same(tied, other, dtype):
                 raise CheckpointError(f"the new {head} differs from the tied {embedding}")
         return kept
@@ -155,6 +161,7 @@ def are_the_same(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
 def _own_targets(model: GPTModel, *, whole: bool) -> dict[str, Target]:
     """Targets by megatron-core's names, experts stacked; a tied output layer is the embedding."""
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    named = {name: each for name, each in named.items() if not name.endswith(SCALES)}
     if not whole:
         targets = {name: Target(tensor, tuple(tensor.shape)) for name, tensor in named.items()}
     else:
@@ -212,7 +219,7 @@ def _check_fits(info: TensorInfo, target: Target, whose: str) -> None:
             f"the new {info.name} has shape {info.shape}, the {whose}'s has {tuple(target.shape)}"
         )
     floats = info.dtype in FLOATS and target.view.is_floating_point()
-    if info.dtype != target.view.dtype and not floats:
+    if not floats and (info.dtype != target.view.dtype or target.view.is_floating_point()):
         raise CheckpointError(
             f"the new {info.name} has dtype {info.dtype}, the model's has {target.view.dtype}; "
             f"give a float of {', '.join(map(str, FLOATS))}"

@@ -15,7 +15,7 @@ from megatron_async.checkpoint.huggingface.huggingface import family_of
 from megatron_async.checkpoint.huggingface.latent_weights import latent_targets
 from megatron_async.checkpoint.huggingface.mamba_weights import mamba_targets
 from megatron_async.checkpoint.huggingface.mtp_weights import mtp_layers, mtp_targets
-from megatron_async.checkpoint.quantized import is_plain
+from megatron_async.checkpoint.quantized import is_plain, kept_weights
 from megatron_async.checkpoint.reading.files import SafetensorsWeights, stored_headers
 from megatron_async.checkpoint.reading.json_file import read_json
 from megatron_async.checkpoint.targets import EMBEDDING, OUTPUT, Stage, Target, TensorParallel
@@ -393,8 +393,8 @@ def weights_of(directory: Path, config: ModelConfig, model: torch.nn.Module) -> 
     weights = SafetensorsWeights(
         directory, targets, copies, lambda name: name in elsewhere or name.endswith(ignored)
     )
-    if is_plain(directory, values):
-        return weights
-    from megatron_async.checkpoint.quantized.scheme import with_scales
+    if not is_plain(directory, values):
+        from megatron_async.checkpoint.quantized.scheme import with_scales
 
-    return with_scales(weights, values, stored)
+        weights = with_scales(weights, values, stored)
+    return kept_weights(weights, model)

@@ -4,13 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from megatron_async.checkpoint.reading.files import SafetensorsWeights
+    from megatron_async.checkpoint.targets import Target
 
 FIELD = "quantization_config"
 MODELOPT_FILE = "hf_quant_config.json"
+
+Targets = TypeVar("Targets", bound="Mapping[str, Target]")
 
 
 def is_plain(directory: Path, values: Mapping[str, Any]) -> bool:
     """Whether nothing says that weights of ``directory`` are quantized, whose ``config.json`` has
     ``values``."""
     return values.get(FIELD) is None and not (directory / MODELOPT_FILE).exists()
+
+
+def kept_weights(weights: SafetensorsWeights, model: Any) -> SafetensorsWeights:
+    """``weights``, with targets for those that ``model`` keeps as e4m3."""
+    if not _keeps_any(model):
+        return weights
+    from megatron_async.checkpoint.quantized.kept import with_kept_weights
+
+    return with_kept_weights(weights, model)
+
+
+def kept_targets(targets: Targets, model: Any) -> Targets | dict[str, Target]:
+    """``targets``, with others for weights that ``model`` keeps as e4m3."""
+    if not _keeps_any(model):
+        return targets
+    from megatron_async.checkpoint.quantized.kept import with_kept
+
+    return with_kept(targets, model)
+
+
+def _keeps_any(model: Any) -> bool:
+    return any(str(parameter.dtype) == "torch.float8_e4m3fn" for parameter in model.parameters())

@@ -90,16 +90,22 @@ class Fp8Target(Target):
     block: tuple[int, int] | None
     dtypes: ClassVar[tuple[str, ...]] = (STORED,)
 
+    def may_be_filled_in_place(self) -> bool:
+        """Whether no product is too large for the view."""
+        largest = self.scale.float().max() * torch.finfo(torch.float8_e4m3fn).max
+        return bool(largest.to(self.view.dtype).isfinite())
+
     def copy_from(self, stored: Tensor) -> None:
         """Fill the view."""
         # Names the class, since slots=True makes another one than super() knows.
-        Target.copy_from(self, self._product(stored))
+        Target.copy_from(self, self.product(stored))
 
     def equals(self, stored: Tensor) -> bool:
         """Whether ``stored`` times the scales is what the view holds."""
-        return Target.equals(self, self._product(stored))
+        return Target.equals(self, self.product(stored))
 
-    def _product(self, stored: Tensor) -> Tensor:
+    def product(self, stored: Tensor) -> Tensor:
+        """``stored`` times the scales, fp32 on the view's device."""
         on = self.view.device
         return multiply_out(stored.to(on), self.scale.to(on), self.block)
 

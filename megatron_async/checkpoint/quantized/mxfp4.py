@@ -56,6 +56,10 @@ class Mxfp4Target(Target):
     first: int
     dtypes: ClassVar[tuple[str, ...]] = ("U8",)
 
+    def may_be_filled_in_place(self) -> bool:
+        """Not: one may come without the other."""
+        return False
+
     def copy_from(self, stored: Tensor) -> None:
         """Keep ``stored``, or fill the view where it is the second of the two."""
         self.waiting[self.kind] = stored

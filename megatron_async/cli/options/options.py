@@ -17,6 +17,7 @@ from megatron_async.config.engine_config import (
     MAX_COUNT,
     MAX_DEPTH,
     MAX_RANKS,
+    QUANTIZATIONS,
     RECURRENT_STATE_DTYPES,
     SPECULATIVE_METHODS,
     EngineConfig,
@@ -47,7 +48,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 _SAME = "inference_async_scheduling max_requests block_count prefill_chunk_tokens batch_invariant "
 _SAME += "enable_prefix_caching allow_non_finite_weights inference_logging_step_interval "
 _SAME += "num_speculative_tokens speculative_method draft_model generation_config "
-_SAME += "tokenizer_model state_snapshot_count recurrent_state_dtype "
+_SAME += "tokenizer_model state_snapshot_count recurrent_state_dtype quantization "
 PARALLEL_SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -75,6 +76,12 @@ def name_options(message: str) -> str:
     return fields.sub(lambda found: FLAGS[found[1]], " ".join(message.split()))
 
 
+_QUANTIZATION = (
+    "fp8 keeps linear layers as e4m3: as an FP8 checkpoint has them, or of another one quantized "
+    "while it is read (default: FP8 is multiplied out)"
+)
+
+
 def add_model_options(parser: argparse.ArgumentParser, default: str | None = "tiny") -> None:
     """Which model, and where it runs. Without a ``default`` it is the recorded one's."""
     add = parser.add_argument_group("model").add_argument
@@ -90,6 +97,7 @@ def add_model_options(parser: argparse.ArgumentParser, default: str | None = "ti
     add("--tokenizer-model", metavar="PATH", help=said)
     add("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
     add("--dtype", choices=DTYPES, help="default: the checkpoint's on a GPU, float32 on a CPU")
+    add("--quantization", choices=QUANTIZATIONS, help=_QUANTIZATION)
     for flag, name in (("--bf16", "bfloat16"), ("--fp16", "float16")):
         add(flag, dest="dtype", action="store_const", const=name, help=f"as --dtype {name}")
 
@@ -104,6 +112,7 @@ def add_benchmark_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", metavar="NAME", help="default: a GPU where there is one")
     which = "default: bfloat16 on a GPU for a shape, the checkpoint's for a model; float32 on a CPU"
     group.add_argument("--dtype", choices=DTYPES, help=which)
+    group.add_argument("--quantization", choices=QUANTIZATIONS, help=_QUANTIZATION)
 
 
 def add_scheduling_options(parser: argparse.ArgumentParser, *, default: str) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from megatron_async.errors import ConfigError
 from megatron_async.megatron_compat.specs import mtp_inner_layer
+from megatron_async.models.quantized.values import plain_parameter
 
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
 
@@ -78,7 +79,7 @@ def kv_cache_spec(model: Any) -> KVCacheSpec:
         num_layers=num_layers,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        dtype=next(model.parameters()).dtype,
+        dtype=plain_parameter(model).dtype,
         num_mtp_layers=num_mtp_layers,
         latent_rank=latent_rank,
     )

@@ -18,6 +18,7 @@ from megatron_async.models.description.recurrent_state_spec import StateTensor
 from megatron_async.models.mamba.sequence import mix_sequences
 from megatron_async.models.mamba.shards import mixer_shards
 from megatron_async.models.mamba.states import mix_step, state_tensors
+from megatron_async.models.quantized.linear import as_built
 
 from megatron.core.tensor_parallel.layers import (  # isort: skip
     ColumnParallelLinear,
@@ -81,7 +82,7 @@ class Mixing:
     @property
     def state_tensors(self) -> tuple[StateTensor, ...]:
         """What it keeps of a request."""
-        return state_tensors(self.sizes, self.in_proj.weight.dtype)
+        return state_tensors(self.sizes, self.convolution[0].dtype)
 
     def forward(
         self, hidden_states: Tensor, inference_context: Any = None, **_: Any
@@ -122,7 +123,7 @@ class MambaMixer(Mixing, MegatronModule):  # type: ignore[misc]
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         dtype = config.params_dtype
         linear = {"config": config, "bias": model.mamba_proj_bias}
-        self.in_proj = ColumnParallelLinear(
+        self.in_proj = as_built(ColumnParallelLinear)(
             config.hidden_size,
             sizes.projection,
             init_method=config.init_method,
@@ -146,7 +147,7 @@ class MambaMixer(Mixing, MegatronModule):  # type: ignore[misc]
         self.A_log = torch.nn.Parameter(decays.log())
         self.D = torch.nn.Parameter(torch.ones(sizes.heads, device=device))
         self.norm = ScanNorm(sizes.inner, dtype, device)
-        self.out_proj = RowParallelLinear(
+        self.out_proj = as_built(RowParallelLinear)(
             sizes.inner,
             config.hidden_size,
             init_method=config.output_layer_init_method,

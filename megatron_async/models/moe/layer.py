@@ -30,6 +30,7 @@ from megatron_async.models import parallel
 from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.moe.settings import expert_activation, router_settings
 from megatron_async.models.moe.shards import expert_shards
+from megatron_async.models.quantized.linear import as_built, weight_of
 
 from megatron.core.transformer.mlp import MLPSubmodules  # isort: skip
 from megatron.core.transformer.module import MegatronModule  # isort: skip
@@ -124,9 +125,10 @@ class Experts(MegatronModule):  # type: ignore[misc]
         ffn //= config.expert_tensor_parallel_size
         size, bias = model.moe_latent_size or model.hidden_size, model.mlp_bias
         inner = 2 * ffn if model.gated else ffn
-        self.linear_fc1 = Linears(config, config.init_method, experts, inner, size, bias=bias)
+        linears = as_built(Linears)
+        self.linear_fc1 = linears(config, config.init_method, experts, inner, size, bias=bias)
         end = config.output_layer_init_method
-        self.linear_fc2 = Linears(config, end, experts, size, ffn, bias=bias)
+        self.linear_fc2 = linears(config, end, experts, size, ffn, bias=bias)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
@@ -198,7 +200,9 @@ class MoELayer(MegatronModule):  # type: ignore[misc]
         first one adds the last bias."""
         fc1, fc2 = self.experts.linear_fc1, self.experts.linear_fc2
         adds_bias = self.ranks is None or self.ranks.expert_tensor_rank == 0
-        return ExpertWeights(fc1.weight, fc2.weight, fc1.bias, fc2.bias if adds_bias else None)
+        dtype = self.config.params_dtype
+        w1, w2 = weight_of(fc1, dtype), weight_of(fc2, dtype)
+        return ExpertWeights(w1, w2, fc1.bias, fc2.bias if adds_bias else None)
 
     def forward(
         self, hidden_states: Tensor, padding_mask: Tensor | None = None, **_: Any

@@ -26,6 +26,7 @@ from megatron_async.models.fused.blocks.rank_sums import RankSums
 from megatron_async.models.fused.blocks.residual import LAYER, Norm, Step
 from megatron_async.models.moe.adapt import AdaptedMoELayer
 from megatron_async.models.moe.layer import MoELayer, SharedExpertMLP, leaving
+from megatron_async.models.quantized.linear import quantized
 
 from megatron.core.transformer.moe.shared_experts import (  # isort: skip
     SharedExpertMLP as MegatronSharedExpertMLP,
@@ -56,6 +57,8 @@ def experts_why_not(mlp: Any, config: Any) -> str | None:
     settings = mlp.settings
     if settings.num_experts > _MOST_EXPERTS or settings.top_k > _MOST_CHOSEN:
         return f"{settings.top_k} of {settings.num_experts} experts are not covered"
+    if quantized(mlp):
+        return "its experts are e4m3"
     w2 = mlp.weights[1]
     if w2.shape[1] % _ALIGNMENT or w2.shape[2] % _ALIGNMENT:
         return f"experts of {w2.shape[2]} x {w2.shape[1]} are not covered"

@@ -1,0 +1,212 @@
+"""Weights that a model keeps as e4m3: as they are stored, or quantized when they are read.
+
+Scales of a whole tensor or of rows become one for each row. Those of blocks become one for each row
+and as many columns as a block and this rank's share have in common, so each stored number and each
+stored scale is kept as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron_async.checkpoint.quantized.fp8 import Fp8Target
+from megatron_async.checkpoint.reading.files import SafetensorsWeights
+from megatron_async.checkpoint.targets import Target
+from megatron_async.models.quantized.linear import keep, quantizable, quantized
+from megatron_async.models.quantized.values import E4M3, columns_of, quantize, scales_at
+
+Names = TypeVar("Names", bound=Mapping[str, Target])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedTarget(Target):
+    """Where a weight of 16 or 32 bits goes that is kept as e4m3.
+
+    Args:
+        scales: those of the view, fp32 ``[..., groups]``.
+    """
+
+    scales: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What values are before they are quantized."""
+        return torch.float32
+
+    def copy_from(self, stored: Tensor) -> None:
+        """Quantize it into the view, each group by its own largest value."""
+        _quantize_into(self, stored, self.scales)
+
+    def equals(self, stored: Tensor) -> bool:
+        """Never: only embeddings are stored twice, and these are not quantized."""
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequantizedTarget(Fp8Target):
+    """Where a stored weight of e4m3 goes whose scales are of others than the model's groups.
+
+    Args:
+        scales: those of the view, fp32 ``[..., groups]``.
+    """
+
+    scales: Tensor
+
+    def may_be_filled_in_place(self) -> bool:
+        """As values are not rounded to 16 bits, it may."""
+        return True
+
+    def copy_from(self, stored: Tensor) -> None:
+        """Multiply it out, and quantize it into the view."""
+        # Names the class, since slots=True makes another one than super() knows.
+        _quantize_into(self, Fp8Target.product(self, stored), self.scales)
+
+    def equals(self, stored: Tensor) -> bool:
+        """Never: only embeddings are stored twice, and these are not quantized."""
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptTarget(Fp8Target):
+    """Where a stored weight of e4m3 goes as it is, with its scales.
+
+    Args:
+        scales: those of the view, fp32 ``[..., groups]``.
+    """
+
+    scales: Tensor
+
+    def may_be_filled_in_place(self) -> bool:
+        """As nothing is multiplied out, it may."""
+        return True
+
+    def copy_from(self, stored: Tensor) -> None:
+        """Fill the view and its scales."""
+        with torch.no_grad():
+            as_bytes = self.select(stored.view(torch.uint8)).reshape(self.view.shape)
+            self.view.view(torch.uint8).copy_(as_bytes)
+            columns = self.view.shape[-1] // self.scales.shape[-1]
+            each = self.select(self._scale_of_each()).reshape(self.view.shape)
+            self.scales.copy_(each[..., ::columns])
+
+    def equals(self, stored: Tensor) -> bool:
+        """Never: only embeddings are stored twice, and these are not quantized."""
+        return False
+
+    def _scale_of_each(self) -> Tensor:
+        """fp32 ``[out, in]``, those of the stored numbers."""
+        rows, columns = self.shape
+        scale = self.scale.to(self.view.device).float()
+        if scale.numel() == 1 or self.block is None:
+            return scale.reshape(-1, 1).expand(rows, columns)
+        of_rows = scale.repeat_interleave(self.block[0], 0)[:rows]
+        return of_rows.repeat_interleave(self.block[1], 1)[:, :columns]
+
+
+def keep_as_stored(model: Any, weights: SafetensorsWeights) -> None:
+    """Give each layer of ``model`` that may keep e4m3 memory for its weight: e4m3 where all that is
+    stored for it is e4m3, or nothing at all is, so that all are quantized with a scale a row; else
+    the dtype that it was built with.
+
+    Args:
+        weights: of the model's directory, for ``model`` as it was built.
+    """
+    targets = [target for target in weights.targets.values() if target.view.numel()]
+    of_storage: dict[int, list[Target]] = {}
+    for target in targets:
+        of_storage.setdefault(_storage(target.view), []).append(target)
+    stored = any(isinstance(target, Fp8Target) for target in targets)
+    for layer in quantizable(model).values():
+        found = of_storage.get(_storage(layer.weight), [])
+        groups = _groups(layer.weight.shape[-1], found)
+        if groups is None and not stored and _are_rows(layer.weight, found):
+            groups = 1
+        keep(layer, groups)
+
+
+def with_kept(targets: Names, model: Any) -> Names | dict[str, Target]:
+    """``targets``, with others for weights that ``model`` keeps as e4m3."""
+    layers = quantized(model)
+    if not layers:
+        return targets
+    found = dict(targets)
+    spans = [(layer.weight.data_ptr(), name) for name, layer in layers.items()]
+    for name, target in targets.items():
+        if target.view.dtype != E4M3:
+            continue
+        at = target.view.data_ptr()
+        layer = layers[max(span for span in spans if span[0] <= at)[1]]
+        scales = scales_at(target.view, layer.weight, layer.weight_scale)
+        assert scales is not None, f"{name}: parts of rows were to be kept"
+        found[name] = _kept(target, scales)
+    return found
+
+
+def with_kept_weights(weights: SafetensorsWeights, model: Any) -> SafetensorsWeights:
+    """``weights``, some of which ``model`` keeps as e4m3."""
+    return replace(weights, targets=dict(with_kept(weights.targets, model)))
+
+
+def _kept(target: Target, scales: Tensor) -> Target:
+    if isinstance(target, Fp8Target):
+        block = None if target.scale.numel() == 1 else target.block
+        columns = target.view.shape[-1] // scales.shape[-1]
+        fits = block is None or block[1] % columns == 0
+        return (KeptTarget if fits else RequantizedTarget)(
+            target.view, target.shape, target.select, scale=target.scale, block=target.block,
+            scales=scales,
+        )  # fmt: skip
+    return QuantizedTarget(target.view, target.shape, target.select, scales=scales)
+
+
+def _groups(k: int, targets: Iterable[Target]) -> int | None:
+    """The scales of a row that all of ``targets`` can be kept with; None if they cannot."""
+    columns = k
+    found = list(targets)
+    for target in found:
+        if not isinstance(target, Fp8Target) or not _has_whole_rows(target.view, k):
+            return None
+        if target.scale.numel() > 1 and target.block is not None:
+            fewer = columns_of(k, target.block[1])
+            if fewer is None:
+                return None
+            columns = math.gcd(columns, fewer)
+    return k // columns if found else None
+
+
+def _are_rows(weight: Tensor, targets: Iterable[Target]) -> bool:
+    found = [_has_whole_rows(target.view, weight.shape[-1]) for target in targets]
+    return bool(found) and all(found)
+
+
+def _has_whole_rows(view: Tensor, k: int) -> bool:
+    *rows, last = view.stride()
+    offset = view.storage_offset()
+    return view.shape[-1] == k and last == 1 and not any(n % k for n in (offset, *rows))
+
+
+def _storage(tensor: Tensor) -> int:
+    """Which memory it is of, also where that has none yet."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _quantize_into(target: Target, stored: Tensor, scales: Tensor) -> None:
+    with torch.no_grad():
+        values = target.select(stored).reshape(target.view.shape)
+        _fill(values.to(target.view.device), target.view, scales)
+
+
+def _fill(values: Tensor, view: Tensor, scales: Tensor) -> None:
+    if values.dim() > 2:  # one expert at a time, since it takes copies in fp32
+        for each in zip(values, view, scales, strict=True):
+            _fill(*each)
+        return
+    numbers, found = quantize(values, scales.shape[-1])
+    view.view(torch.uint8).copy_(numbers.view(torch.uint8))
+    scales.copy_(found)

@@ -1,0 +1,152 @@
+"""Linear layers that may keep their weights as e4m3.
+
+While a model is built with :func:`may_be_quantized`, its linear layers take no memory for weights.
+What they keep is decided when it is known what is stored (:func:`keep`). A layer of e4m3 has
+``weight`` ``[n, k]`` of that dtype and ``weight_scale`` fp32 ``[n, groups]``, see ``values.py``;
+with experts both have these in front. Its forward multiplies the weight out; the fused blocks
+(``models/fused``) have kernels that do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
+from megatron_async.models import parallel
+from megatron_async.models.quantized.values import E4M3, multiply_out, quantize
+
+from megatron.core.tensor_parallel.layers import (  # isort: skip
+    ColumnParallelLinear,
+    RowParallelLinear,
+)
+
+Class = TypeVar("Class", bound=type)
+
+SCALE = "weight_scale"
+
+_deferred: ContextVar[bool] = ContextVar("deferred", default=False)
+
+
+@contextmanager
+def may_be_quantized() -> Iterator[None]:
+    """Layers that are built inside may keep e4m3."""
+    token = _deferred.set(True)
+    try:
+        yield
+    finally:
+        _deferred.reset(token)
+
+
+def as_built(layer: Class) -> Class:
+    """``layer``, or inside of :func:`may_be_quantized` its subclass that may keep e4m3."""
+    return cast(Class, _quantizable(layer)) if _deferred.get() else layer
+
+
+def weight_of(layer: Any, dtype: torch.dtype) -> Tensor:
+    """The weight ``[n, k]``, or with experts in front, to compute with: multiplied out to ``dtype``
+    where the layer keeps e4m3."""
+    weight: Tensor = layer.weight
+    if weight.dtype != E4M3:
+        return weight
+    return multiply_out(weight, layer.weight_scale, dtype)
+
+
+def quantizable(model: Module) -> dict[str, Any]:
+    """The layers that may keep e4m3, by name."""
+    return {name: each for name, each in model.named_modules() if isinstance(each, _Deferred)}
+
+
+def quantized(model: Module) -> dict[str, Any]:
+    """The layers that do, by name."""
+    return {name: m for name, m in quantizable(model).items() if m.weight.dtype == E4M3}
+
+
+def keep(layer: Any, groups: int | None) -> None:
+    """Give a layer memory for its weight: e4m3 with ``groups`` scales a row, or None for the dtype
+    that it was built with. Values that it had are lost."""
+    old: Parameter = layer.weight
+    with torch.inference_mode(False):
+        if groups is None:
+            old.untyped_storage().resize_(old.numel() * old.itemsize)
+            return
+        made = torch.empty(old.shape, dtype=E4M3, device=old.device)
+        scale = torch.ones(*old.shape[:-1], groups, dtype=torch.float32, device=old.device)
+        _take(layer, made, scale)
+
+
+def quantize_in_place(layer: Any, groups: int = 1) -> None:
+    """Keep the weight that a layer has as e4m3, with ``groups`` scales a row."""
+    with torch.no_grad():
+        _take(layer, *quantize(layer.weight.detach(), groups))
+
+
+def _take(layer: Any, made: Tensor, scale: Tensor) -> None:
+    weight = Parameter(made, requires_grad=False)
+    vars(weight).update(vars(layer.weight))  # what megatron says of it
+    layer.weight = weight
+    layer.register_buffer(SCALE, scale, persistent=False)
+
+
+class _Deferred:
+    """Beside a class with a ``weight``: it gives the weight's memory back when it is built, unless
+    values have been drawn."""
+
+    weight: Parameter
+    weight_scale: Tensor
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config: Any = next(x for x in (*args, *kwargs.values()) if hasattr(x, "params_dtype"))
+        if not config.perform_initialization:
+            self.weight.untyped_storage().resize_(0)
+
+
+class _Column(_Deferred):
+    """Of :class:`ColumnParallelLinear`."""
+
+    def forward(self, input_: Tensor, weight: Tensor | None = None, *args: Any, **kw: Any) -> Any:
+        """As the class does, with the weight multiplied out."""
+        if weight is None:
+            weight = weight_of(self, input_.dtype)
+        return super().forward(input_, weight, *args, **kw)  # type: ignore[misc]
+
+
+class _Row(_Deferred):
+    """Of :class:`RowParallelLinear`, for inference."""
+
+    bias: Tensor | None
+    skip_bias_add: bool
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        vars(self)["_ranks"] = parallel.current()
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """``[S, B, K]``, this rank's share of K, to the whole ``[S, B, N]``, and a bias that is yet
+        to be added."""
+        ranks: parallel.ModelParallel | None = vars(self)["_ranks"]
+        total = F.linear(input_, weight_of(self, input_.dtype))
+        if ranks is not None:
+            total = ranks.sum_rows(total)
+        if self.skip_bias_add:
+            return total, self.bias
+        return (total if self.bias is None else total + self.bias), None
+
+
+@cache
+def _quantizable(layer: type) -> type:
+    kind: type = _Deferred
+    if issubclass(layer, ColumnParallelLinear):
+        kind = _Column
+    elif issubclass(layer, RowParallelLinear):
+        kind = _Row
+    return type(layer.__name__, (kind, layer), {"__doc__": layer.__doc__})
