@@ -164,9 +164,23 @@ class ModelFiles:
         from megatron_async.models.build import build_model
 
         config = self.config
+        if quantization is not None and self.described.distributed is not None:
+            raise CheckpointError(
+                f"{self.directory}: quantization does not read distributed checkpoints; save the "
+                "model as safetensors (megatron_async.checkpoint.save_native) and serve that"
+            )
+        model = build_model(
+            config,
+            device=device,
+            dtype=dtype,
+            initialize=False,
+            may_be_quantized=quantization is not None,
+        )
         if quantization is not None:
-            return self._load_quantized(device, dtype)
-        model = build_model(config, device=device, dtype=dtype, initialize=False)
+            from megatron_async.checkpoint.quantized.kept import keep_as_stored
+
+            self.check_headers(model)
+            keep_as_stored(model, self.weights_of(model))
         if self.described.distributed is not None:
             from megatron_async.checkpoint.megatron.distributed import load_weights
 
@@ -177,23 +191,6 @@ class ModelFiles:
             from megatron_async.checkpoint.huggingface import huggingface_weights
 
             huggingface_weights.load_weights(self.directory, config, model)
-        return model
-
-    def _load_quantized(self, device: torch.device, dtype: torch.dtype) -> Any:
-        from megatron_async.checkpoint.quantized.kept import keep_as_stored
-        from megatron_async.models.build import build_model
-
-        if self.described.distributed is not None:
-            raise CheckpointError(
-                f"{self.directory}: quantization does not read distributed checkpoints; save the "
-                "model as safetensors (megatron_async.checkpoint.save_pretrained) and serve that"
-            )
-        model = build_model(
-            self.config, device=device, dtype=dtype, initialize=False, may_be_quantized=True
-        )
-        self.weights_of(model).check()
-        keep_as_stored(model, self.weights_of(model))
-        self.weights_of(model).load()
         return model
 
 

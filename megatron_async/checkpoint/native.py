@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_async.checkpoint.megatron.padded_vocabulary import PaddedVocabulary
-from megatron_async.checkpoint.quantized import kept_weights
+from megatron_async.checkpoint.quantized import check_whole, kept_weights
 from megatron_async.checkpoint.reading.files import (
     SINGLE_FILE,
     Description,
@@ -90,12 +90,13 @@ def save_native(
         dtype: of the stored weights; the first parameter's if None.
 
     Raises:
-        CheckpointError: the model is split over tensor-parallel processes.
+        CheckpointError: the model is split over tensor-parallel processes, or keeps FP8 weights.
     """
     if TensorParallel.current().size > 1:
         raise CheckpointError(
             f"{path}: a tensor-parallel model is in no process as a whole; use save_distributed"
         )
+    check_whole(path, model)
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
     # Parameters shared between modules appear once in named_parameters.

@@ -324,6 +324,7 @@ def _initialize_on_device(model: GPTModel, device: torch.device) -> None:
         for name, parameter in list(model.named_parameters()):
             if name in deferred:
                 linear.keep(deferred[name], None)
+                parameter = deferred[name].weight
             if name.endswith("position_embeddings.weight"):
                 continue
             if "conv1d" in name:

@@ -200,9 +200,9 @@ def _attention_spec(config: ModelConfig, norm: type) -> ModuleSpec:
 
         latent = MLASelfAttentionSubmodules(
             linear_q_proj=column,
-            linear_q_down_proj=column,
+            linear_q_down_proj=ColumnParallelLinear,  # megatron takes no other class
             linear_q_up_proj=column,
-            linear_kv_down_proj=column,
+            linear_kv_down_proj=ColumnParallelLinear,
             linear_kv_up_proj=ColumnParallelLinear,  # attention reads the weight itself
             core_attention=NoCoreAttention,
             linear_proj=attention_row,

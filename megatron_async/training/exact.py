@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_async.errors import ConfigError
 from megatron_async.models.adapt import unwrapped
 from megatron_async.models.gpt_network import GPTNetwork
+from megatron_async.models.quantized.linear import quantized
 from megatron_async.training.log_probs import exact_log_probs
 from megatron_async.training.mirror import mirror
 from megatron_async.training.routing import choose, expert_layers
@@ -179,6 +180,11 @@ def _check(model: Any) -> None:
         for hook in model._forward_pre_hooks.values()
     ):
         raise ConfigError("exact_numerics: the model has exact numerics already; close them first")
+    if quantized(model):
+        raise ConfigError(
+            "exact_numerics: the model keeps FP8 weights, which have no gradients: load it without "
+            "quantization"
+        )
     config = model.config
     for name in ("hidden_dropout", "attention_dropout"):
         if getattr(config, name, 0):

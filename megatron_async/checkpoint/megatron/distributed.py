@@ -12,6 +12,7 @@ import torch
 from megatron_async import megatron_compat as compat
 from megatron_async.checkpoint.megatron.megatron_root import BACKEND_FILE
 from megatron_async.checkpoint.native import copy_tokenizer_files, token_count_of, write_config
+from megatron_async.checkpoint.quantized import check_whole
 from megatron_async.checkpoint.reading.common_file import read_common
 from megatron_async.checkpoint.reading.distributed_metadata import StoredChunk, StoredTensor
 from megatron_async.checkpoint.reading.json_file import one_line, read_json
@@ -107,6 +108,7 @@ def save_distributed(
 
     All ranks call it; the weights keep their dtype. The directory is made if need be.
     """
+    check_whole(path, model)
     directory = Path(path)
     if not parallel_state.model_parallel_is_initialized():
         compat.ensure_parallel_state()

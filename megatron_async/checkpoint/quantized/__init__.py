@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megatron_async.errors import CheckpointError
+
 if TYPE_CHECKING:
     from megatron_async.checkpoint.reading.files import SafetensorsWeights
     from megatron_async.checkpoint.targets import Target
@@ -38,6 +40,15 @@ def kept_targets(targets: Targets, model: Any) -> Targets | dict[str, Target]:
     from megatron_async.checkpoint.quantized.kept import with_kept
 
     return with_kept(targets, model)
+
+
+def check_whole(path: str | Path, model: Any) -> None:
+    """Raises CheckpointError for a model that keeps e4m3: nothing that is saved has scales."""
+    if _keeps_any(model):
+        raise CheckpointError(
+            f"{path}: a model that keeps FP8 weights is not saved; load it without quantization, "
+            "which multiplies them out, and save that"
+        )
 
 
 def _keeps_any(model: Any) -> bool:

@@ -41,7 +41,8 @@ def check_finite(where: str, tensors: Iterable[tuple[str, torch.Tensor, torch.dt
         bad = [one for one, mark in zip(checked, marks, strict=True) if mark]
         if bad:
             name, tensor, dtype = bad[0]
-            count = int((~tensor.to(dtype).isfinite()).sum())
+            wide = tensor.float() if dtype.itemsize == 1 else tensor.to(dtype)
+            count = int((~wide.isfinite()).sum())
             more = f", and {len(bad) - 1} more tensors have some" if len(bad) > 1 else ""
             raise CheckpointError(
                 f"{where}: {name} has {count:,} of {tensor.numel():,} elements that are NaN or "

@@ -73,14 +73,13 @@ def quantized(model: Module) -> dict[str, Any]:
 def keep(layer: Any, groups: int | None) -> None:
     """Give a layer memory for its weight: e4m3 with ``groups`` scales a row, or None for the dtype
     that it was built with. Values that it had are lost."""
-    old: Parameter = layer.weight
+    shape, device = layer.weight.shape, layer.weights_device
     with torch.inference_mode(False):
         if groups is None:
-            old.untyped_storage().resize_(old.numel() * old.itemsize)
+            _take(layer, torch.empty(shape, dtype=layer.weight.dtype, device=device))
             return
-        made = torch.empty(old.shape, dtype=E4M3, device=old.device)
-        scale = torch.ones(*old.shape[:-1], groups, dtype=torch.float32, device=old.device)
-        _take(layer, made, scale)
+        made = torch.empty(shape, dtype=E4M3, device=device)
+        _take(layer, made, torch.ones(*shape[:-1], groups, dtype=torch.float32, device=device))
 
 
 def quantize_in_place(layer: Any, groups: int = 1) -> None:
@@ -89,25 +88,41 @@ def quantize_in_place(layer: Any, groups: int = 1) -> None:
         _take(layer, *quantize(layer.weight.detach(), groups))
 
 
-def _take(layer: Any, made: Tensor, scale: Tensor) -> None:
-    weight = Parameter(made, requires_grad=False)
+def _take(layer: Any, made: Tensor, scale: Tensor | None = None) -> None:
+    weight = Parameter(made, requires_grad=scale is None and layer.weight.requires_grad)
     vars(weight).update(vars(layer.weight))  # what megatron says of it
     layer.weight = weight
-    layer.register_buffer(SCALE, scale, persistent=False)
+    if scale is not None:
+        layer.register_buffer(SCALE, scale, persistent=False)
 
 
 class _Deferred:
-    """Beside a class with a ``weight``: it gives the weight's memory back when it is built, unless
-    values have been drawn."""
+    """Beside a class with a ``weight``: this is a meta tensor once it is built, unless values have
+    been drawn."""
 
     weight: Parameter
     weight_scale: Tensor
+    weights_device: torch.device
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config: Any = next(x for x in (*args, *kwargs.values()) if hasattr(x, "params_dtype"))
+        self.weights_device = self.weight.device
         if not config.perform_initialization:
-            self.weight.untyped_storage().resize_(0)
+            _take(self, torch.empty_like(self.weight, device="meta"))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # A change of dtype or device is not for what has no memory, nor for e4m3.
+        module = cast(Module, self)
+        kept = None
+        if self.weight.is_meta or self.weight.dtype == E4M3:
+            kept = module._parameters.pop("weight"), module._buffers.pop(SCALE, None)
+        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        if kept is not None:
+            module._parameters["weight"] = kept[0]
+            if kept[1] is not None:
+                module._buffers[SCALE] = kept[1]
+        return result
 
 
 class _Column(_Deferred):
