@@ -9,6 +9,7 @@ with experts both have these in front. Its forward multiplies the weight out; th
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -31,6 +32,7 @@ from megatron.core.tensor_parallel.layers import (  # isort: skip
 
 Class = TypeVar("Class", bound=type)
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 SCALE = "weight_scale"
 
 _deferred: ContextVar[bool] = ContextVar("deferred", default=False)
@@ -57,6 +59,10 @@ def weight_of(layer: Any, dtype: torch.dtype) -> Tensor:
     weight: Tensor = layer.weight
     if weight.dtype != E4M3:
         return weight
+    if weight.is_cuda and HAS_TRITON:
+        from megatron_async.kernels.gemm import e4m3
+
+        return e4m3.multiply_out(weight, layer.weight_scale, dtype)
     return multiply_out(weight, layer.weight_scale, dtype)
 
 

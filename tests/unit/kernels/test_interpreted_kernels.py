@@ -25,6 +25,7 @@ RUNS = (
         "test_end_check.py",
         "test_finite_kernel.py",
         "test_row_kernels.py",
+        "test_e4m3.py",
     ),
     (
         "test_sample_kernel.py",
