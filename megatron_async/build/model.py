@@ -83,10 +83,10 @@ def load_share(path: str | Path, config: EngineConfig, device: torch.device) -> 
         drafting = load_pretrained(
             config.draft_model,
             device=device,
-            dtype=dtype or network.kv_cache_spec.dtype,
+            dtype=dtype or network.dtype,
             allow_non_finite_weights=config.allow_non_finite_weights,
         )
-        draft = network_over(drafting.model, config)
+        draft = network_over(drafting.model, dataclasses.replace(config, kv_cache_dtype=None))
         check_same_vocabulary(pretrained.config, pretrained.tokenizer, drafting)
     return ServedModel(
         network=network,
@@ -101,20 +101,25 @@ def load_share(path: str | Path, config: EngineConfig, device: torch.device) -> 
 
 def network_over(model: Any, config: EngineConfig) -> GPTNetwork:
     """What runs a model of megatron-core in engines of a configuration."""
-    return GPTNetwork(model, batch_invariant=config.batch_invariant)
+    return GPTNetwork(
+        model,
+        batch_invariant=config.batch_invariant,
+        kv_cache_dtype=None if config.kv_cache_dtype is None else torch.float8_e4m3fn,
+    )
 
 
 def for_config(model: ServedModel, config: EngineConfig) -> ServedModel:
     """The same weights for another configuration."""
 
-    def over(network: Network) -> Network:
+    def over(network: Network, config: EngineConfig) -> Network:
         return network_over(network.model, config) if isinstance(network, GPTNetwork) else network
 
     draft = None if config.draft_model is None else model.draft
+    of_draft = dataclasses.replace(config, kv_cache_dtype=None)  # it keeps what it computes
     return dataclasses.replace(
         model,
-        network=over(model.network),
-        draft=None if draft is None else over(draft),
+        network=over(model.network, config),
+        draft=None if draft is None else over(draft, of_draft),
         sampling_defaults=model.sampling_defaults if config.generation_config else None,
     )
 

@@ -161,6 +161,8 @@ class EngineConfig:
         quantization: "fp8" keeps the weights of linear layers and experts as e4m3, those of an FP8
             checkpoint as they are stored, others quantized while they are read. None multiplies
             FP8 weights out to ``dtype``.
+        kv_cache_dtype: "fp8" keeps keys and values as e4m3, so that twice the tokens fit; None
+            keeps them in ``dtype``. Scales by layer and head are chosen at the start.
         record: a file that gets the engine's commands with their ticket numbers; ``megatron-async
             replay`` repeats the run.
         debug: poison consumed buffers and check invariants at every step.
@@ -208,6 +210,7 @@ class EngineConfig:
     rank_timeout_seconds: float = DEFAULT_RANK_TIMEOUT_SECONDS
     dtype: str | None = None
     quantization: str | None = None
+    kv_cache_dtype: str | None = None
     record: str | None = None
     debug: bool = False
     testing: TestingOptions = field(default_factory=TestingOptions)
@@ -279,6 +282,10 @@ class EngineConfig:
             raise ConfigError(f"dtype={shown(self.dtype)} must be float32, bfloat16 or float16")
         if self.quantization is not None and self.quantization not in QUANTIZATIONS:
             raise ConfigError(f"quantization={shown(self.quantization)} must be 'fp8' or None")
+        if self.kv_cache_dtype is not None and self.kv_cache_dtype not in QUANTIZATIONS:
+            raise ConfigError(
+                f"kv_cache_dtype={shown(self.kv_cache_dtype)} must be 'fp8' or None, for dtype's"
+            )
 
     def _check_async_scheduling(self) -> None:
         """An alias of ``depth`` that says something else than it is refused."""

@@ -48,6 +48,7 @@ TAKEN = (
     "rank_timeout_seconds",
     "dtype",
     "quantization",
+    "kv_cache_dtype",
     "debug",
     "testing",
 )

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from megatron_async.cache.block_allocator import NULL_BLOCK
 from megatron_async.device.cuda import CudaPacketRing, CudaResultRing
 from megatron_async.device.protocol import Device, PacketRing, ResultRing
+from megatron_async.kernels.attention.e4m3_cache import E4M3, NAN
 from megatron_async.models.network import Network
 from megatron_async.models.parallel import ModelParallel
 from megatron_async.runner.drafter import Drafter, MixedTokens, SampledRows
@@ -419,4 +420,7 @@ class StepProgram:
     def poison_blocks(self, blocks: list[int]) -> None:
         """Fill freed KV blocks with garbage."""
         cache = self._batch.kv_cache
+        if cache.dtype == E4M3:
+            cache.view(torch.uint8)[:, :, blocks] = NAN
+            return
         cache[:, :, blocks] = float("nan") if cache.is_floating_point() else -1

@@ -48,7 +48,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 _SAME = "inference_async_scheduling max_requests block_count prefill_chunk_tokens batch_invariant "
 _SAME += "enable_prefix_caching allow_non_finite_weights inference_logging_step_interval "
 _SAME += "num_speculative_tokens speculative_method draft_model generation_config "
-_SAME += "tokenizer_model state_snapshot_count recurrent_state_dtype quantization "
+_SAME += "tokenizer_model state_snapshot_count recurrent_state_dtype quantization kv_cache_dtype "
 PARALLEL_SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -98,6 +98,8 @@ def add_model_options(parser: argparse.ArgumentParser, default: str | None = "ti
     add("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
     add("--dtype", choices=DTYPES, help="default: the checkpoint's on a GPU, float32 on a CPU")
     add("--quantization", choices=QUANTIZATIONS, help=_QUANTIZATION)
+    said = "fp8 keeps keys and values as e4m3, so that twice the tokens fit (default: as --dtype)"
+    add("--kv-cache-dtype", choices=QUANTIZATIONS, help=said)
     for flag, name in (("--bf16", "bfloat16"), ("--fp16", "float16")):
         add(flag, dest="dtype", action="store_const", const=name, help=f"as --dtype {name}")
 

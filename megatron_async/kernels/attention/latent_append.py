@@ -14,15 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_async.kernels.attention.e4m3_cache import encode, write
+from megatron_async.kernels.attention.rope_append import as_kept
+
 HEADS_AT_ONCE = 16
 
 
 @triton.jit
 def _latent_append_kernel(
     query_ptr, latent_ptr, out_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr, weight_ptr,
-    heads, query_row, query_head, latent_row, out_row, out_head, cache_token, eps,
+    scales_ptr, heads, query_row, query_head, latent_row, out_row, out_head, cache_token, eps,
     RANK: tl.constexpr, RANK_PAD: tl.constexpr, PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr,
-    HEADS: tl.constexpr,
+    HEADS: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
     """Program 0 of a token writes its latent and its key, the others turn HEADS queries each."""
     token = tl.program_id(0).to(tl.int64)
@@ -40,13 +43,19 @@ def _latent_append_kernel(
         latent = tl.load(source_ptr + i, mask=i < RANK, other=0.0).to(tl.float32)
         factor = 1.0 / tl.sqrt(tl.sum(latent * latent, 0) / RANK + eps)
         weight = tl.load(weight_ptr + i, mask=i < RANK, other=0.0).to(tl.float32)
-        tl.store(place_ptr + i, (latent * factor * weight).to(dtype), mask=i < RANK)
+        latent = (latent * factor * weight).to(dtype)
+        scale = 1.0
+        if E4M3:
+            scale = tl.load(scales_ptr)
+        tl.store(place_ptr + i, as_kept(latent, scale, E4M3), mask=i < RANK)
         key_ptr = source_ptr + RANK + 2 * pair
         even = tl.load(key_ptr, mask=in_pairs, other=0.0).to(tl.float32)
         odd = tl.load(key_ptr + 1, mask=in_pairs, other=0.0).to(tl.float32)
         key_ptr = place_ptr + RANK + pair
-        tl.store(key_ptr, (even * cos - odd * sin).to(dtype), mask=in_pairs)
-        tl.store(key_ptr + PAIRS, (odd * cos + even * sin).to(dtype), mask=in_pairs)
+        first = as_kept((even * cos - odd * sin).to(dtype), scale, E4M3)
+        second = as_kept((odd * cos + even * sin).to(dtype), scale, E4M3)
+        tl.store(key_ptr, first, mask=in_pairs)
+        tl.store(key_ptr + PAIRS, second, mask=in_pairs)
     else:
         head = (part - 1) * HEADS + tl.arange(0, HEADS)
         mask = (head < heads)[:, None] & in_pairs[None, :]
@@ -70,6 +79,7 @@ def latent_append(
     cos_sin: Tensor,
     weight: Tensor,
     eps: float,
+    scales: Tensor | None = None,
 ) -> None:
     """Rotate queries, norm and rotate what goes into the cache, and write it there.
 
@@ -84,17 +94,21 @@ def latent_append(
         position_ids: int64 ``[T]``.
         cos_sin: fp32 ``[positions, 2, pairs]``, see ``RotaryTable``.
         weight: ``[rank]``, of an RMSNorm of the latents.
+        scales: of a cache of e4m3, fp32 ``[1, 1]`` (``e4m3_cache.py``).
     """
     tokens, heads, rotated = query.shape
     if tokens == 0:
         return
     rank, pairs = latent.shape[1] - rotated, rotated // 2
+    if scales is not None:
+        cache = cache.view(torch.uint8)
     _latent_append_kernel[(tokens, 1 + triton.cdiv(heads, HEADS_AT_ONCE))](
         query, latent, out, cache, slot_mapping.contiguous(), position_ids.contiguous(), cos_sin,
-        weight, heads, query.stride(0), query.stride(1), latent.stride(0), out.stride(0),
-        out.stride(1), cache.shape[3], eps,
+        weight, weight if scales is None else scales, heads, query.stride(0), query.stride(1),
+        latent.stride(0), out.stride(0), out.stride(1), cache.shape[3], eps,
         RANK=rank, RANK_PAD=triton.next_power_of_2(rank), PAIRS=pairs,
-        PAIRS_PAD=triton.next_power_of_2(pairs), HEADS=HEADS_AT_ONCE, num_warps=4,
+        PAIRS_PAD=triton.next_power_of_2(pairs), HEADS=HEADS_AT_ONCE, E4M3=scales is not None,
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -108,6 +122,7 @@ def latent_append_reference(
     cos_sin: Tensor,
     weight: Tensor,
     eps: float,
+    scales: Tensor | None = None,
 ) -> None:
     """:func:`latent_append` with PyTorch."""
     rank = weight.shape[0]
@@ -115,7 +130,8 @@ def latent_append_reference(
     out.copy_(_rotate(query, cos[:, None], sin[:, None]))
     normed = F.rms_norm(latent[:, :rank], (rank,), weight, eps)
     whole = torch.cat((normed, _rotate(latent[:, rank:], cos, sin)), dim=-1)
-    cache.flatten(0, 2)[slot_mapping] = whole
+    whole = whole[:, None] if scales is None else encode(whole[:, None], scales[0])
+    write(cache, slot_mapping, whole)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

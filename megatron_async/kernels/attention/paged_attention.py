@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_async.kernels import trial
 from megatron_async.kernels.attention import tiles
+from megatron_async.kernels.attention.e4m3_cache import write
 from megatron_async.kernels.shared_memory import block_limit
 
 logger = logging.getLogger(__name__)
@@ -63,8 +64,8 @@ def append_kv(
     The caches are [blocks, bs, Hkv, D]. Padding and dead tokens point into the null block, where
     several of them may collide.
     """
-    key_cache.flatten(0, 1).index_copy_(0, slot_mapping, key)
-    value_cache.flatten(0, 1).index_copy_(0, slot_mapping, value)
+    write(key_cache, slot_mapping, key)
+    write(value_cache, slot_mapping, value)
 
 
 def masked_attention(

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from megatron_async.kernels.attention.e4m3_cache import read
 from megatron_async.kernels.attention.paged_attention import has_kernel, masked_attention
 
 LENGTH_MULTIPLE = 64
@@ -130,10 +131,10 @@ def _attend(
     """
     rows, tokens, heads, head_dim = query.shape
     kv_heads = key_cache.shape[2]
-    keys = _gathered(key_cache, block_table, width)
+    keys = _gathered(key_cache, block_table, width, query.dtype)
     values = keys
     if value_cache is not key_cache:
-        values = _gathered(value_cache, block_table, width)
+        values = _gathered(value_cache, block_table, width, query.dtype)
     positions = torch.arange(keys.shape[1], device=query.device)
     # What no token of a sequence sees may be anything, NaN included, and 0 * NaN would spread.
     beyond = positions[least:] >= lengths.amax(1, keepdim=True)
@@ -173,9 +174,11 @@ def _attend(
     return out.transpose(1, 2).reshape(rows, tokens, heads, head_dim)
 
 
-def _gathered(cache: torch.Tensor, table: torch.Tensor, width: int | None) -> torch.Tensor:
+def _gathered(
+    cache: torch.Tensor, table: torch.Tensor, width: int | None, dtype: torch.dtype
+) -> torch.Tensor:
     """[R, width, Hkv, D]: the positions of each row's blocks, with zeros behind them."""
-    found = cache[table].flatten(1, 2)
+    found = read(cache, table, dtype).flatten(1, 2)
     if width is None:
         return found
     further = width - found.shape[1]

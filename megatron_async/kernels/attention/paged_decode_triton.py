@@ -161,15 +161,18 @@ def _split_kernel(
             mask = mask & in_head[None, :]
         key_at = block * key_block + token * key_token
         key = tl.load(key_ptr + key_at[:, None] + d[None, :], mask=mask, other=0.0)
+        key = key.to(query.dtype)  # of e4m3, which is exact
         score = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         if LATENT:
             value = key
             in_more = is_valid[:, None] & (more < MORE)[None, :]
             key = tl.load(key_ptr + key_at[:, None] + D + more[None, :], mask=in_more, other=0.0)
+            key = key.to(query.dtype)
             score = tl.dot(query_more, tl.trans(key), score, input_precision=PRECISION)
         else:
             value_at = block * value_block + token * value_token
             value = tl.load(value_ptr + value_at[:, None] + d[None, :], mask=mask, other=0.0)
+            value = value.to(query.dtype)
         score = score * scale
         score = capped(score, SOFT_CAP)
         score = tl.where(is_valid[None, :], score, NEG_INF)

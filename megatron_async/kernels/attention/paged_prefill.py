@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron_async.kernels.attention.e4m3_cache import read
 from megatron_async.kernels.attention.paged_attention import has_kernel, masked_attention
 
 
@@ -95,8 +96,8 @@ def paged_prefill_attention(
     length = start + tokens
     block_size = key_cache.shape[1]
     blocks = block_table[: -(-length // block_size)]
-    keys = key_cache[blocks].flatten(0, 1)[:length]
-    values = value_cache[blocks].flatten(0, 1)[:length]
+    keys = read(key_cache, blocks, query.dtype).flatten(0, 1)[:length]
+    values = read(value_cache, blocks, query.dtype).flatten(0, 1)[:length]
     positions = torch.arange(length, device=query.device)
     mask = positions[None, :] <= positions[start:, None]
     if window is not None:

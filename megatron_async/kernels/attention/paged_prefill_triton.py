@@ -84,6 +84,7 @@ def _attend_tile(
         key = tl.load(key_ptr + key_at)
         value = key if LATENT else tl.load(value_ptr + value_at)
 
+    key, value = key.to(query.dtype), value.to(query.dtype)  # of e4m3, which is exact
     score = tl.dot(query, tl.trans(key), input_precision=PRECISION)
     if LATENT:
         more = tl.arange(0, MORE_PAD)
@@ -91,7 +92,7 @@ def _attend_tile(
         in_more = tl.broadcast_to((more < MORE)[None, :], [TILE, MORE_PAD])
         if IS_EDGE:
             in_more = in_more & seen[:, None]
-        key_more = tl.load(key_ptr + more_at, mask=in_more, other=0.0)
+        key_more = tl.load(key_ptr + more_at, mask=in_more, other=0.0).to(query.dtype)
         score = tl.dot(query_more, tl.trans(key_more), score, input_precision=PRECISION)
     score = score * scale
     score = capped(score, SOFT_CAP)

@@ -14,14 +14,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_async.kernels.attention.e4m3_cache import encode, write
+
+
+@triton.jit
+def as_kept(x, scale, E4M3: tl.constexpr):
+    """``x`` as the cache has it: its own, or the byte of e4m3 that is nearest to its share of the
+    scale, ties to even, at most 448 in size."""
+    if not E4M3:
+        return x
+    bits = (x.to(tl.float32) / scale).to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    is_nan = size > 0x7F800000
+    size = tl.minimum(size, 0x43E00000)  # of 448
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
+    # A number of this size has steps of 2 ** -9, as subnormal ones of e4m3.
+    shifted = size.to(tl.float32, bitcast=True) + 16384.0
+    subnormal = shifted.to(tl.int32, bitcast=True) - 0x46800000
+    byte = tl.where(is_nan, 0x7F, tl.where(size < 0x3C800000, subnormal, normal))
+    return (byte | ((bits >> 24) & 0x80)).to(tl.uint8)
+
 
 @triton.jit
 def _rope_append_kernel(
     packed_ptr, query_ptr, key_ptr, value_ptr, slot_ptr, position_ptr, cos_sin_ptr,
-    q_weight_ptr, k_weight_ptr, packed_row, cache_token, eps,
+    q_weight_ptr, k_weight_ptr, scales_ptr, packed_row, cache_token, eps,
     GROUP: tl.constexpr, HEADS_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, ROPE: tl.constexpr,
-    NORM: tl.constexpr,
+    NORM: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
     """One group of one token: GROUP query heads, then its key and its value.
 
@@ -78,14 +98,22 @@ def _rope_append_kernel(
     key_ptr += slot * cache_token + group * D
     key_at = at - GROUP * D
     in_key = mask & (head == GROUP)[:, None]
-    tl.store(key_ptr + key_at, first.to(dtype), mask=in_key)
-    tl.store(key_ptr + key_at + HALF, second.to(dtype), mask=in_key)
+    key_scale = 1.0
+    if E4M3:
+        key_scale = tl.load(scales_ptr + group)
+        value_scale = tl.load(scales_ptr + tl.num_programs(1) + group)
+    tl.store(key_ptr + key_at, as_kept(first.to(dtype), key_scale, E4M3), mask=in_key)
+    second = as_kept(second.to(dtype), key_scale, E4M3)
+    tl.store(key_ptr + key_at + HALF, second, mask=in_key)
     if REST_PAD > 0:
         tl.store(query_ptr + rest_at, rest.to(dtype), mask=rest_mask & (head < GROUP)[:, None])
         rest_at -= GROUP * D
-        tl.store(key_ptr + rest_at, rest.to(dtype), mask=rest_mask & (head == GROUP)[:, None])
+        rest = as_kept(rest.to(dtype), key_scale, E4M3)
+        tl.store(key_ptr + rest_at, rest, mask=rest_mask & (head == GROUP)[:, None])
     d = tl.arange(0, D_PAD)
     value = tl.load(source_ptr + (GROUP + 1) * D + d, mask=d < D)
+    if E4M3:
+        value = as_kept(value, value_scale, E4M3)
     tl.store(value_ptr + slot * cache_token + group * D + d, value, mask=d < D)
 
 
@@ -99,6 +127,7 @@ def rope_append(
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 0.0,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Norm and rotate queries and keys, write keys and values to the cache, return the queries.
 
@@ -106,11 +135,12 @@ def rope_append(
         packed: ``[T, kv_heads * (group + 2) * head_dim]``: of each group its query heads, its key
             and its value (megatron's order).
         key_cache, value_cache: contiguous ``[blocks, block_size, kv_heads, head_dim]``, in the
-            dtype of ``packed``.
+            dtype of ``packed``, or e4m3.
         slot_mapping: int64 ``[T]``, block * block_size + offset; may collide in the null block.
         position_ids: int64 ``[T]``.
         cos_sin: fp32 ``[positions, 2, pairs]``, see ``RotaryTable``; None does not rotate.
         q_weight, k_weight: ``[head_dim]``, of an RMSNorm of each head; None for both does not norm.
+        scales: of a cache of e4m3, fp32 ``[2, kv_heads]`` of keys and values (``e4m3_cache.py``).
 
     Returns:
         ``[T, heads, head_dim]``, contiguous. A token's bits depend on that token alone.
@@ -122,6 +152,8 @@ def rope_append(
     if tokens == 0:
         return query
     packed = packed.contiguous()
+    if scales is not None:
+        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
     half = head_dim // 2 if cos_sin is None else cos_sin.shape[2]
     rest = head_dim - 2 * half
     heads_pad = triton.next_power_of_2(group + 1)
@@ -130,10 +162,10 @@ def rope_append(
         packed, query, key_cache, value_cache, slot_mapping.contiguous(),
         position_ids.contiguous(), packed if cos_sin is None else cos_sin,
         packed if q_weight is None else q_weight, packed if k_weight is None else k_weight,
-        packed.shape[1], kv_heads * head_dim, eps,
+        packed if scales is None else scales, packed.shape[1], kv_heads * head_dim, eps,
         GROUP=group, HEADS_PAD=heads_pad, D=head_dim, D_PAD=triton.next_power_of_2(head_dim),
         HALF=half, HALF_PAD=half_pad, REST_PAD=triton.next_power_of_2(rest) if rest else 0,
-        ROPE=cos_sin is not None, NORM=q_weight is not None,
+        ROPE=cos_sin is not None, NORM=q_weight is not None, E4M3=scales is not None,
         num_warps=max(1, min(8, heads_pad * half_pad // 128)),
     )  # fmt: skip
     return query
@@ -149,6 +181,7 @@ def rope_append_reference(
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 0.0,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """:func:`rope_append` with PyTorch."""
     kv_heads, head_dim = key_cache.shape[2:]
@@ -160,8 +193,10 @@ def rope_append_reference(
     if cos_sin is not None:
         cos, sin = cos_sin[position_ids, None].unbind(2)
         query, key = (_rotate(x, cos, sin) for x in (query, key))
-    key_cache.flatten(0, 1)[slot_mapping] = key
-    value_cache.flatten(0, 1)[slot_mapping] = value
+    if scales is not None:
+        key, value = encode(key, scales[0]), encode(value, scales[1])
+    write(key_cache, slot_mapping, key)
+    write(value_cache, slot_mapping, value)
     return query
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_async.kernels.attention import paged_attention, paged_decode, paged_prefill
+from megatron_async.kernels.attention.e4m3_cache import by_head, encode, write
 from megatron_async.runner.memory.attention_metadata import AttentionMetadata
 
 if TYPE_CHECKING:
@@ -67,12 +68,19 @@ class CacheAttention:
             latents, keys that their values are a part of.
         block_table: int64 [slots, blocks of a slot].
         batch_invariant: every token attends as a row of its own, those of chunks too.
+        scales: of a cache of e4m3, fp32 [layers, 2 or 1, Hkv], powers of two.
     """
 
     def __init__(
-        self, kv_cache: torch.Tensor, block_table: torch.Tensor, *, batch_invariant: bool
+        self,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        *,
+        batch_invariant: bool,
+        scales: torch.Tensor | None = None,
     ) -> None:
         self.kv_cache = kv_cache
+        self._scales = scales
         self._block_table = block_table
         self._batch_invariant = batch_invariant
         self._decode_attentions: DecodeAttentions | None = None
@@ -93,8 +101,11 @@ class CacheAttention:
     ) -> torch.Tensor:
         """See the context's."""
         keys, values = self.kv_cache[layer]
+        scales = self._scales_of(layer)
+        if scales is not None:
+            key, value = (encode(x, each) for x, each in zip((key, value), scales, strict=True))
         paged_attention.append_kv(keys, values, key, value, tokens.slot_mapping)
-        return self.attend_appended(tokens, query, keys, values, scale, limits)
+        return self.attend_appended(tokens, query, keys, values, scale, limits, scales)
 
     def attend_latent(
         self,
@@ -107,9 +118,11 @@ class CacheAttention:
     ) -> torch.Tensor:
         """See the context's."""
         (keys,) = self.kv_cache[layer]
+        scales = self._scales_of(layer)
         if latent is not None:
-            keys.flatten(0, 1).index_copy_(0, tokens.slot_mapping, latent)
-        return self.attend_appended(tokens, query, keys, keys, scale, {"latent": rank})
+            latent = latent if scales is None else encode(latent, scales[0])
+            write(keys, tokens.slot_mapping, latent)
+        return self.attend_appended(tokens, query, keys, keys, scale, {"latent": rank}, scales)
 
     def append_latent(
         self,
@@ -128,7 +141,7 @@ class CacheAttention:
         (keys,) = self.kv_cache[layer]
         latent_append(
             query, packed.contiguous(), out, keys, tokens.slot_mapping, tokens.position_ids,
-            cos_sin, weight, eps,
+            cos_sin, weight, eps, self._scales_of(layer),
         )  # fmt: skip
 
     def attend_packed(
@@ -159,9 +172,14 @@ class CacheAttention:
             return out
         query = rope_append(
             packed, keys, values, tokens.slot_mapping, tokens.position_ids, cos_sin, q_weight,
-            k_weight, eps,
+            k_weight, eps, self._scales_of(layer),
         )  # fmt: skip
-        return self.attend_appended(tokens, query, keys, values, scale, limits)
+        return self.attend_appended(
+            tokens, query, keys, values, scale, limits, self._scales_of(layer)
+        )
+
+    def _scales_of(self, layer: int) -> torch.Tensor | None:
+        return None if self._scales is None else self._scales[layer]
 
     def _decode_attention(self, heads: Heads, tokens: int) -> DecodeAttention | None:
         """Return the kernel for ``tokens`` tokens; None if the GPU does not run it."""
@@ -205,8 +223,14 @@ class CacheAttention:
         values: torch.Tensor,
         scale: float,
         limits: dict[str, Any],
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention over what the cache has already."""
+        """Attention over what the cache has already, times ``scales`` [2 or 1, Hkv]."""
+        if scales is not None:
+            # Powers of two: neither product is rounded.
+            query = query * by_head(scales[0], query.shape[1], query.dtype)
+            out = self.attend_appended(tokens, query, keys, values, scale, limits)
+            return out.mul_(by_head(scales[-1], query.shape[1], query.dtype))
         rows = tokens.decode_rows
         if tokens.chunks is None or self._each_token_is_a_row(query, limits):
             return self._attend_decode(tokens, query, keys, values, scale, limits)

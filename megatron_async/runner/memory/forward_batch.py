@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatron_async.kernels.attention.e4m3_cache import E4M3
 from megatron_async.megatron_compat.contexts import BaseInferenceContext
 from megatron_async.models.description.kv_cache_spec import KVCacheSpec
 from megatron_async.models.description.recurrent_state_spec import RecurrentStateSpec
@@ -31,6 +32,8 @@ class ForwardBatch(BaseInferenceContext):
 
     Attributes:
         kv_cache: ``[layers, key or value, blocks, tokens of a block, heads, head dimension]``.
+        scales: of a cache of e4m3, fp32 ``[layers, key or value, heads]``, powers of two; they are
+            ones until somebody fills them, before anything is kept.
         states: recurrent states of the model; None without.
         grids_may_wait: the grids of the engine that has it may wait for their own CTAs, see
             ``device/waiting_grids.py``.
@@ -57,6 +60,7 @@ class ForwardBatch(BaseInferenceContext):
         self.grids_may_wait = False
         self.decoder_hidden_states: torch.Tensor | None = None
         self.states: RecurrentStates | None = cache.states if kv is None else None
+        self.scales: torch.Tensor | None = None
         self.take_cache(cache.kv if kv is None else kv)
 
     def limit_length(self, most: int) -> None:
@@ -75,8 +79,11 @@ class ForwardBatch(BaseInferenceContext):
     def take_cache(self, kv_cache: torch.Tensor) -> None:
         """Keep keys and values in ``kv_cache`` from now on."""
         self.kv_cache = kv_cache
+        if kv_cache.dtype == E4M3 and self.scales is None:
+            shape = (*kv_cache.shape[:2], kv_cache.shape[4])
+            self.scales = torch.ones(shape, dtype=torch.float32, device=self.device)
         self.attention = CacheAttention(
-            kv_cache, self.block_table, batch_invariant=self.batch_invariant
+            kv_cache, self.block_table, batch_invariant=self.batch_invariant, scales=self.scales
         )
         self.begin(no_tokens(self.device))
 

@@ -166,8 +166,10 @@ def found_by(engine: DynamicInferenceEngine) -> list[Any]:
     return [(each.generated_tokens, each.generated_log_probs) for each in results]
 
 
-@pytest.mark.parametrize("model", ("llama", "qwen3_moe", "deepseek_v2"))
-@pytest.mark.parametrize("invariant", (False, True))
+@pytest.mark.parametrize(
+    ("model", "invariant"),
+    some(list(product(("llama", "qwen3_moe", "deepseek_v2"), (False, True))), 2),
+)
 def test_an_engine_has_the_tokens_of_the_weights_that_are_meant(
     model: str, invariant: bool, plain: Path, tmp_path: Path
 ) -> None:

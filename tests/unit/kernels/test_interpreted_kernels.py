@@ -26,6 +26,7 @@ RUNS = (
         "test_finite_kernel.py",
         "test_row_kernels.py",
         "test_e4m3.py",
+        "test_e4m3_cache.py",
     ),
     (
         "test_sample_kernel.py",

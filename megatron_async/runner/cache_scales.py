@@ -1,0 +1,44 @@
+"""Scales of a KV cache of e4m3, chosen when an engine starts: the same in each run, whatever comes.
+
+Fixed tokens go through the model once, as a prompt whose keys and values are kept in its own dtype,
+and each head's largest says the scale. What is larger later, by more than the room that is left, is
+cut off.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron_async.kernels.attention.e4m3_cache import scales_of
+from megatron_async.runner.memory.forward_batch import ForwardBatch
+from megatron_async.runner.whole_prompts import batch_of_prompts, forward_prompts
+
+logger = logging.getLogger(__name__)
+
+TOKENS = 256
+SPREAD = 2654435761
+"""Knuth's multiplicative hash: ids from all of the vocabulary."""
+
+
+@torch.no_grad()
+def choose_scales(network: Any, batch: ForwardBatch) -> None:
+    """Fill ``batch.scales``, before anything is kept. Layers that draft, and all layers of a model
+    with pipeline stages, keep scales of 1."""
+    scales = batch.scales
+    if scales is None or not scales.numel():
+        return
+    if network.parallel is not None and network.parallel.layout.pipeline > 1:
+        logger.warning("the FP8 KV cache has scales of 1, since the model has pipeline stages")
+        return
+    spec = replace(network.kv_cache_spec.decoder, dtype=network.dtype)
+    count = min(TOKENS, network.max_sequence_length)
+    ids = torch.arange(1, count + 1, device=network.device) * SPREAD // 64 % network.vocab_size
+    own = batch_of_prompts(network, spec, [count], batch_invariant=batch.batch_invariant)
+    forward_prompts(network, own, ids, [count])
+    largest = own.kv_cache[:, :, 1:].abs().amax((2, 3, 5))
+    scales[: len(largest)] = scales_of(largest)
+    own.release()

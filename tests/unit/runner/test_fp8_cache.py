@@ -1,0 +1,205 @@
+"""A KV cache of e4m3: what is read is what was kept, with all that happens to requests."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_async import DynamicInferenceEngine, EngineConfig, SamplingParams
+from megatron_async.errors import ConfigError
+from megatron_async.kernels.attention.e4m3_cache import E4M3, encode, scales_of
+from megatron_async.runner.memory.attention_metadata import AttentionMetadata
+from megatron_async.runner.memory.cache_attention import CacheAttention
+from tests.support.huggingface_models import random_model
+from tests.support.sweeps import some
+
+BLOCKS, SIZE, HEADS, DIM = 9, 8, 2, 16
+
+
+def test_numbers_are_kept_to_the_nearest_and_no_larger_than_448() -> None:
+    x = torch.tensor([[[17.0, 19.0, -1e9, 500.0]], [[float("inf"), float("nan"), 2**-10, 0.3]]])
+    kept = encode(x, torch.tensor([1.0])).float()
+    assert kept[0, 0].tolist() == [16, 20, -448, 448]
+    assert kept[1, 0, 0] == 448 and kept[1, 0, 1].isnan()
+    assert kept[1, 0, 2:].tolist() == [0, 0.3125]
+    halved = encode(x, torch.tensor([0.5]))[0, 0].float()
+    assert halved.tolist() == [32, 40, -448, 448], "numbers are divided by the scale"
+
+
+def test_scales_are_powers_of_two_with_room_above_the_largest() -> None:
+    largest = torch.tensor([[0.0, 448.0, 224.0], [1.0, 1e-20, float("nan")]])
+    assert scales_of(largest).tolist() == [[1, 2, 1], [2**-7, 2**-60, 1]]
+    assert (scales_of(largest)[largest > 0] * 448 >= largest[largest > 0]).all()
+
+
+def tokens(lengths: list[int]) -> AttentionMetadata:
+    """A decode step: one row for each length."""
+    rows = torch.arange(len(lengths))
+    last = torch.tensor(lengths) - 1
+    return AttentionMetadata(
+        last, rows, (1 + rows * 4 + last // SIZE) * SIZE + last % SIZE, len(lengths),
+        last + 1, decode_lengths_host=lengths, window=1,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("latent", (False, True))
+@pytest.mark.parametrize("lengths", ([5, 17], [1, 32]))
+def test_attention_is_that_to_the_numbers_times_their_scales(
+    dtype: torch.dtype, latent: bool, lengths: list[int]
+) -> None:
+    """Bit for bit: scales are powers of two. Each head, and keys and values, have their own."""
+    torch.manual_seed(0)
+    tensors, heads = (1, 1) if latent else (2, HEADS)
+    scales = 2.0 ** torch.randint(-6, 6, (1, tensors, heads))
+    kv = torch.randn(1, tensors, BLOCKS, SIZE, heads, DIM) * 3
+    kept = encode(kv, torch.ones(heads))
+    wide = (kept.float() * scales[:, :, None, None, :, None]).to(dtype)
+    table = torch.arange(1, 9).view(2, 4)
+    query = torch.randn(2, 2 * heads, DIM).to(dtype)
+    news = [(torch.randn(2, heads, DIM) * 8).to(dtype) for _ in range(tensors)]
+
+    def attended(cache: torch.Tensor, scales: torch.Tensor | None, given: list[Any]) -> Any:
+        attention = CacheAttention(cache, table, batch_invariant=False, scales=scales)
+        if latent:
+            return attention.attend_latent(tokens(lengths), 0, query, given[0], 0.3, 12)
+        return attention.attend(tokens(lengths), 0, query, *given, 0.3, {})
+
+    rounded = [
+        (encode(new, scale).float() * scale[:, None]).to(dtype)
+        for new, scale in zip(news, scales[0], strict=True)
+    ]
+    found, meant = attended(kept, scales, news), attended(wide, None, rounded)
+    assert found.equal(meant) and found.isfinite().all()
+    assert kept.float().mul(scales[:, :, None, None, :, None]).to(dtype).equal(wide), "appended"
+    for other in (scales * 2, scales.flip(1) if not latent else scales / 2):
+        assert not attended(kept, other, news).equal(meant), "a scale of others was not seen"
+
+
+def engine_at(depth: int, path: Path | str = "tiny", **values: Any) -> DynamicInferenceEngine:
+    sizes: dict[str, Any] = {
+        "max_requests": 4, "block_size_tokens": 8, "block_count": 40, "max_sequence_length": 96,
+        "prefill_chunk_tokens": 16, "debug": True, "batch_invariant": True, "device": "cpu",
+    }  # fmt: skip
+    config = EngineConfig(depth=depth, **{"kv_cache_dtype": "fp8", **sizes, **values})
+    return DynamicInferenceEngine.from_pretrained(path, config)
+
+
+def found_by(engine: DynamicInferenceEngine, *, disturbed: bool = True) -> list[Any]:
+    prompts = [[40, 41, 42], [9] * 21, [9] * 16 + [50, 51], [70, 32, 99, 100] * 4]
+    each = [
+        SamplingParams(
+            temperature=temperature, seed=n, num_tokens_to_generate=20, return_log_probs=True,
+            termination_id=-1, skip_prompt_log_probs=True,
+        )
+        for n, temperature in enumerate((0.0, 1.0, 0.7, 0.0))
+    ]  # fmt: skip
+    first, second, *others = zip(prompts, each, strict=True)
+    done = [engine.add_request(0, *first), engine.add_request(1, *second)]
+    for step in range(60):
+        engine.step_modern()
+        if step == 5:  # the second has its prefix in the cache
+            done += [engine.add_request(n + 2, *one) for n, one in enumerate(others)]
+        if disturbed and step == 11:
+            engine.evict_request(1)
+            engine.pause_request(0)
+        if disturbed and step == 16:
+            engine.resume_request(0)
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    results = [each.result() for each in done]
+    assert results[2].num_cached_tokens or engine.cache.states is not None
+    return [(each.generated_tokens, each.generated_log_probs) for each in results]
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    some(list(product(("tiny", "tiny-moe", "tiny-hybrid"), ("float32", "bfloat16"))), 2),
+)
+def test_requests_have_the_same_tokens_at_all_depths(model: str, dtype: str) -> None:
+    """With evictions, pauses and prefix hits: a block that is computed again has the same bits."""
+    with engine_at(0, model, dtype=dtype) as engine:
+        meant = found_by(engine, disturbed=False)
+        assert engine.cache.kv.dtype == E4M3
+    for depth in (1, 2, 4):
+        with engine_at(depth, model, dtype=dtype) as engine:
+            assert found_by(engine) == meant, depth
+            assert engine.counters.evictions == 1
+
+
+def test_drafts_change_no_token() -> None:
+    with engine_at(2) as engine:
+        meant = found_by(engine)
+    for values in ({"speculative_method": "ngram"}, {"draft_model": "tiny"}):
+        drafts: dict[str, Any] = {"num_speculative_tokens": 2, **values}
+        with engine_at(2, **drafts) as engine:
+            assert found_by(engine) == meant
+            assert engine.counters.tokens_accepted > 0
+
+
+def test_latents_are_kept_too(tmp_path: Path) -> None:
+    """And a model whose keys are large has scales that fit: log-probabilities stay near those of a
+    cache in the model's dtype, which they would not with scales of 1."""
+    torch.manual_seed(0)
+    model = random_model("deepseek_v2")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "kv_a_layernorm" in name:
+                parameter.mul_(1500.0)
+            if "kv_b_proj" in name:
+                parameter.div_(1500.0)
+    model.save_pretrained(tmp_path)
+    with engine_at(0, tmp_path, kv_cache_dtype=None) as engine:
+        meant = found_by(engine, disturbed=False)
+    differences = {}
+    for name in ("chosen", "ones"):
+        with engine_at(2, tmp_path) as engine:
+            scales = engine.runner._program._batch.scales
+            assert scales.shape == (3, 1, 1) and (scales > 1).all()
+            if name == "ones":
+                scales.fill_(1.0)
+            found = found_by(engine)
+        differences[name] = abs(found[1][1][0] - meant[1][1][0])
+    assert differences["chosen"] < 0.3 < differences["ones"], differences
+
+
+def test_scales_are_the_same_at_each_start_and_twice_the_tokens_fit() -> None:
+    found = []
+    for depth in (0, 2):
+        with engine_at(depth, dtype="bfloat16", block_count=None, buffer_size_gb=0.01) as engine:
+            found.append(engine.runner._program._batch.scales.clone())
+            assert engine.cache.spec.token_bytes == 2 * 5 * 2 * 64, "keys, values: layers, heads"
+            half = engine.cache.sizes.block_count
+    assert found[0].equal(found[1]) and not found[0].equal(torch.ones_like(found[0]))
+    wide = {"dtype": "bfloat16", "block_count": None, "buffer_size_gb": 0.01}
+    with engine_at(0, kv_cache_dtype=None, **wide) as engine:
+        assert 2 * engine.cache.sizes.block_count <= half <= 2 * engine.cache.sizes.block_count + 2
+    with pytest.raises(ConfigError, match="kv_cache_dtype='int8' must be 'fp8' or None"):
+        EngineConfig(kv_cache_dtype="int8")
+
+
+def test_it_is_near_a_cache_in_the_models_dtype() -> None:
+    prompts = ["def read(path):\n", "class A:\n    def", "for i in range(", "import os\n"]
+    params = SamplingParams(num_tokens_to_generate=1, return_log_probs=True)
+    both = []
+    for dtype in (None, "fp8"):
+        with engine_at(0, kv_cache_dtype=dtype) as engine:
+            done = engine.generate(prompts, params)
+            both.append([p for each in done for p in each.prompt_log_probs])
+    apart = torch.tensor(both[0]) - torch.tensor(both[1])
+    assert 1e-5 < apart.abs().mean() < 0.05, apart.abs().mean()
+
+
+def test_sleep_and_new_weights() -> None:
+    with engine_at(2, enable_sleep_mode=True) as engine:
+        meant = found_by(engine)
+        weights = {k: v.clone() for k, v in engine.model.weights_owner.named_parameters()}
+        engine.sleep(level=1)
+        engine.wake_up()
+        assert found_by(engine) == meant
+        engine.update_weights(weights)
+        assert found_by(engine) == meant
