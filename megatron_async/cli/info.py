@@ -10,6 +10,7 @@ import os
 import platform
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megatron_async.config.engine_config import QUANTIZATIONS
 from megatron_async.version import __version__
 
 if TYPE_CHECKING:
@@ -58,13 +59,16 @@ def add_command(commands: Any) -> None:
     said = "also this model's features, which blocks of its decode steps are fused here, and why "
     said += "others are not"
     parser.add_argument("--model", metavar="tiny|PATH", help=said)
+    for flag in ("--quantization", "--kv-cache-dtype"):
+        said = "as an engine with it would have the model"
+        parser.add_argument(flag, choices=QUANTIZATIONS, help=said)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     report = collect()
     if args.model is not None:
-        report |= _of_model(args.model)
+        report |= _of_model(args.model, args.quantization, args.kv_cache_dtype)
     if args.json:
         print(json.dumps(report))
         return 0
@@ -120,7 +124,7 @@ def collect() -> dict[str, Any]:
     }
 
 
-def _of_model(model: str) -> dict[str, Any]:
+def _of_model(model: str, quantization: str | None, kv_cache_dtype: str | None) -> dict[str, Any]:
     """Its features, which blocks are fused, and what the KV cache takes: without drafts, and where
     the layers of multi-token prediction draft; and what an engine of the defaults would be."""
     from megatron_async.build.model import load_model
@@ -130,10 +134,11 @@ def _of_model(model: str) -> dict[str, Any]:
     from megatron_async.device.memory import free_bytes
     from megatron_async.models.description.features import features
 
-    served = load_model(model, EngineConfig())
+    asked = EngineConfig(quantization=quantization, kv_cache_dtype=kv_cache_dtype)
+    served = load_model(model, asked)
     network: Any = served.network
     device = network.device
-    made = EngineSpec.of(served, EngineConfig(), device.type, free=free_bytes(device))
+    made = EngineSpec.of(served, asked, device.type, free=free_bytes(device))
     engine = to_plain(made)
     spec, config = network.kv_cache_spec, network.model.model_config
     assert config is not None
