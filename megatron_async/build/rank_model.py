@@ -20,6 +20,7 @@ from megatron_async.ranks.messages import (
     BuildEngine,
     BuildModel,
     LoadModel,
+    ReadShards,
     Sleep,
     WakeUp,
 )
@@ -74,6 +75,16 @@ class RankModel:
     def read_weights(self, source: str, allow_non_finite_weights: bool) -> Callable[[], None]:
         """See ``ServedModel.read_weights``."""
         return self._model.read_weights(source, allow_non_finite_weights=allow_non_finite_weights)
+
+    def read_shards(self, message: ReadShards) -> Callable[[], None]:
+        """See :class:`ReadShards`."""
+        from megatron_async.weights.sharded.source import ShardedSource
+
+        return self._model.read_weights(
+            ShardedSource.of_told(message.source),
+            allow_non_finite_weights=message.allow_non_finite_weights,
+            all_parameters=message.all_parameters,
+        )
 
     def await_tensors(self, message: AwaitTensors) -> Callable[[], None]:
         """See :class:`AwaitTensors`."""

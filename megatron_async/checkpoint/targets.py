@@ -57,18 +57,44 @@ def check_has_values(name: str, new: Any) -> None:
         raise CheckpointError(f"the new {name} is a {kind} tensor; give one with all its values")
 
 
+class Split(NamedTuple):
+    """``dimension`` has ``groups`` blocks of equal size, and each of them ``size`` shares, of which
+    this rank has one."""
+
+    dimension: int
+    groups: int
+    size: int
+    rank: int
+
+    def share_of(self, stored: torch.Tensor) -> torch.Tensor:
+        """This rank's share of all blocks."""
+        sizes = list(stored.shape)
+        sizes[self.dimension : self.dimension + 1] = [self.groups, self.size, -1]
+        share = stored.reshape(sizes).select(self.dimension + 1, self.rank)
+        return share.flatten(self.dimension, self.dimension + 1)
+
+    def runs(self, length: int) -> list[tuple[int, int, int]]:
+        """Where a rank's ``length`` elements of the dimension are: for each block where its share
+        begins in the rank's tensor, where in the whole one, and how long it is."""
+        share = length // self.groups
+        first = self.rank * share
+        return [(n * share, n * share * self.size + first, share) for n in range(self.groups)]
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """Where a stored tensor goes.
 
     ``shape`` is the stored tensor's. ``select`` of it has the elements of ``view``, a view of a
-    parameter, in the same order; the view may be strided. ``dtypes`` are those that the stored
-    tensor may have, in safetensors' words.
+    parameter, in the same order; the view may be strided. ``splits`` say the same of a share of a
+    tensor that ranks divide. ``dtypes`` are those that the stored tensor may have, in safetensors'
+    words.
     """
 
     view: torch.Tensor
     shape: tuple[int, ...]
     select: Callable[[torch.Tensor], torch.Tensor] = _whole
+    splits: tuple[Split, ...] = ()
     dtypes: ClassVar[tuple[str, ...]] = ("F64", "F32", "BF16", "F16")
 
     @property
@@ -102,23 +128,6 @@ _EXPERTS = ".mlp.experts."
 _LAYERS = "decoder.layers."
 _FINAL_NORM = "decoder.final_layernorm."
 _STAGED = (_LAYERS, _FINAL_NORM, "embedding.", "output_layer.", "mtp.")
-
-
-class _Split(NamedTuple):
-    """``dimension`` has ``groups`` blocks of equal size, and each of them ``size`` shares, of which
-    this rank has one."""
-
-    dimension: int
-    groups: int
-    size: int
-    rank: int
-
-    def share_of(self, stored: torch.Tensor) -> torch.Tensor:
-        """This rank's share of all blocks."""
-        sizes = list(stored.shape)
-        sizes[self.dimension : self.dimension + 1] = [self.groups, self.size, -1]
-        share = stored.reshape(sizes).select(self.dimension + 1, self.rank)
-        return share.flatten(self.dimension, self.dimension + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +173,7 @@ class TensorParallel:
         of equal size, each of them split by rank (gate and up projection in ``linear_fc1``). With
         ``of_one_expert`` the tensor is of one of the experts that ``name`` has stacked.
         """
-        splits = self._splits(name, groups, of_one_expert)
+        splits = self.splits(name, groups, of_one_expert=of_one_expert)
         if not splits:
             return Target(view, tuple(shape))
         full = list(shape)
@@ -176,21 +185,24 @@ class TensorParallel:
                 stored = split.share_of(stored)
             return stored
 
-        return Target(view, tuple(full), select)
+        return Target(view, tuple(full), select, splits)
 
-    def _splits(self, name: str, groups: int, of_one_expert: bool) -> list[_Split]:
+    def splits(
+        self, name: str, groups: int = 1, *, of_one_expert: bool = False
+    ) -> tuple[Split, ...]:
+        """How the ranks divide parameter ``name``; see :meth:`target`."""
         layer, kind = name.split(".")[-2:]
         # Transformer Engine's grouped layers number the experts behind the kind.
         dimension = SPLIT_DIMENSION.get(f"{layer}.{kind.rstrip('0123456789')}")
         if _EXPERTS not in name:
-            splits = [] if dimension is None else [_Split(dimension, groups, self.size, self.rank)]
+            splits = [] if dimension is None else [Split(dimension, groups, self.size, self.rank)]
         else:
-            splits = [] if of_one_expert else [_Split(0, 1, self.expert_ranks, self.expert_rank)]
+            splits = [] if of_one_expert else [Split(0, 1, self.expert_ranks, self.expert_rank)]
             if dimension is not None:
                 in_front = 0 if of_one_expert else 1
                 ranks, rank = self.expert_tensor_ranks, self.expert_tensor_rank
-                splits.append(_Split(dimension + in_front, groups, ranks, rank))
-        return [split for split in splits if split.size > 1]
+                splits.append(Split(dimension + in_front, groups, ranks, rank))
+        return tuple(split for split in splits if split.size > 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ from megatron_async.weights.swap import CONTINUE, replace_weights, shared_weight
 if TYPE_CHECKING:
     from megatron_async.ranks.group import RankGroup
     from megatron_async.request.scores import Score
-    from megatron_async.weights.source import WeightSource
+    from megatron_async.weights.source import AnySource
 
 
 class DynamicInferenceEngine:
@@ -479,7 +479,7 @@ class DynamicInferenceEngine:
 
     def update_weights(
         self,
-        source: str | Path | Mapping[str, Any] | WeightSource,
+        source: str | Path | Mapping[str, Any] | AnySource,
         *,
         recompute_kv_cache: bool = True,
         partial_rollouts: str = CONTINUE,

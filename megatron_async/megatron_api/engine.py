@@ -46,7 +46,7 @@ from megatron_async.sampling_params import SamplingParams
 from megatron_async.scheduler.request_state import State
 
 if TYPE_CHECKING:
-    from megatron_async.weights.source import WeightSource
+    from megatron_async.weights.source import AnySource
 
 MEGATRON_STYLE = ApiStyle(fails_long_requests=True, raises_suspended=True, top_by_text=True)
 
@@ -330,7 +330,7 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
             super().reset()
 
     def update_weights(
-        self, source: str | Path | Mapping[str, Any] | WeightSource, **options: Any
+        self, source: str | Path | Mapping[str, Any] | AnySource, **options: Any
     ) -> int:
         """See the class that this one is derived from."""
         with outside_inference_mode():

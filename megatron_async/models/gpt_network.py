@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megatron_async.models.fused.decoder import FusedDecoder
     from megatron_async.models.fused.mtp import FusedMtp
     from megatron_async.models.fused.report import DecodeCoverage
-    from megatron_async.weights.source import WeightSource
+    from megatron_async.weights.source import AnySource
 
 logger = logging.getLogger(__name__)
 
@@ -330,7 +330,7 @@ class GPTNetwork(Network):
 
     def read_weights(
         self,
-        source: str | Path | Mapping[str, Any] | WeightSource,
+        source: str | Path | Mapping[str, Any] | AnySource,
         *,
         allow_non_finite_weights: bool = False,
         all_parameters: bool = False,

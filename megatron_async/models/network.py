@@ -15,7 +15,7 @@ from megatron_async.models.description.recurrent_state_spec import RecurrentStat
 from megatron_async.models.parallel import ModelParallel
 
 if TYPE_CHECKING:
-    from megatron_async.weights.source import WeightSource
+    from megatron_async.weights.source import AnySource
 
 
 @runtime_checkable
@@ -115,7 +115,7 @@ class Network(Protocol):
 
     def read_weights(
         self,
-        source: str | Path | Mapping[str, Any] | WeightSource,
+        source: str | Path | Mapping[str, Any] | AnySource,
         *,
         allow_non_finite_weights: bool = False,
         all_parameters: bool = False,

@@ -15,7 +15,7 @@ from megatron_async.models.network import Network
 
 if TYPE_CHECKING:
     from megatron_async.ranks.group import RankGroup
-    from megatron_async.weights.source import WeightSource
+    from megatron_async.weights.source import AnySource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class ServedModel:
 
     def read_weights(
         self,
-        source: str | Path | Mapping[str, Any] | WeightSource,
+        source: str | Path | Mapping[str, Any] | AnySource,
         *,
         allow_non_finite_weights: bool = False,
         all_parameters: bool = False,

@@ -44,6 +44,8 @@ class Model(Protocol):
 
     def read_weights(self, source: str, allow_non_finite_weights: bool) -> Callable[[], None]: ...
 
+    def read_shards(self, message: messages.ReadShards) -> Callable[[], None]: ...
+
     def await_tensors(self, message: messages.AwaitTensors) -> Callable[[], None]: ...
 
     def sleep(self, message: messages.Sleep) -> None: ...
@@ -193,6 +195,8 @@ class Follower:
                 self._engines[number] = self._model.build(message)
             case messages.ReadWeights(source=source, allow_non_finite_weights=allow):
                 self._replace = self._model.read_weights(source, allow)
+            case messages.ReadShards():
+                self._replace = self._model.read_shards(message)
             case messages.AwaitTensors():
                 self._replace = self._model.await_tensors(message)
             case messages.ReplaceWeights():

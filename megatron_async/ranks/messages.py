@@ -117,6 +117,16 @@ class ReadWeights(Told, frozen=True):
     is_answered: ClassVar[bool] = True
 
 
+class ReadShards(Told, frozen=True):
+    """Find and check this rank's share of the tensors of a trainer's ranks: ``source`` is what a
+    ``ShareSource`` has told. ``all_parameters``: none may be missing."""
+
+    source: bytes
+    allow_non_finite_weights: bool
+    all_parameters: bool
+    is_answered: ClassVar[bool] = True
+
+
 class AwaitTensors(Told, frozen=True):
     """Check what is said of the new weights that rank 0 will send whole: name, dtype and shape of
     each. ``all_parameters``: none may be missing."""
@@ -197,6 +207,7 @@ Message = (
     | Restart
     | Release
     | ReadWeights
+    | ReadShards
     | AwaitTensors
     | ReplaceWeights
     | Sleep

@@ -1,5 +1,5 @@
-"""The messages by which all ranks get new weights: each reads its share of a directory, or rank 0
-sends whole tensors.
+"""The messages by which all ranks get new weights: each reads its share of a directory, or of the
+tensors of a trainer's ranks, or rank 0 sends whole tensors.
 
 What is said of tensors is checked on all ranks before anything is sent, so that what does not fit
 leaves the old weights everywhere. Then each rank copies its share of each tensor to where the old
@@ -12,10 +12,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from megatron_async.errors import CheckpointError, IntegrityError, MegatronAsyncError
-from megatron_async.ranks.messages import AwaitTensors, Message, ReadWeights, ReplaceWeights
+from megatron_async.ranks.messages import (
+    AwaitTensors,
+    Message,
+    ReadShards,
+    ReadWeights,
+    ReplaceWeights,
+)
 from megatron_async.weights.broadcast import Room, receive, room_to_send, send
 from megatron_async.weights.place import place
-from megatron_async.weights.source import WeightSource, source_of
+from megatron_async.weights.source import AnySource, ShareSource, source_of
 from megatron_async.weights.targets import Names
 from megatron_async.weights.tensor_info import TensorInfo, infos_of
 
@@ -46,17 +52,17 @@ def read_weights(
 
     Args:
         model: rank 0's.
-        source: a directory that all ranks have, or a source of whole tensors.
-        read: reads rank 0's share of a directory.
+        source: a directory that all ranks have, a source of shares, or one of whole tensors.
+        read: reads rank 0's share of one of the first two.
 
     Raises:
         CheckpointError: they do not fit on some rank.
     """
     try:
         found = source_of(source)
-        if found.each_rank_reads:
-            # Each knows it by its path.
-            return _on_all(group, _read_everywhere(group, found, read, allow_non_finite_weights))
+        if isinstance(found, ShareSource) or found.each_rank_reads:
+            message = _how_to_read(found, allow_non_finite_weights, all_parameters)
+            return _on_all(group, _read_everywhere(group, message, read))
         placement = place(
             model,
             found.read(model),
@@ -73,10 +79,17 @@ def read_weights(
     return _on_all(group, lambda: send(placement, room))
 
 
-def _read_everywhere(
-    group: Group, source: WeightSource, read: Callable[[], Replace], allow_non_finite_weights: bool
-) -> Replace:
-    group.tell(ReadWeights(str(source.path), allow_non_finite_weights))
+def _how_to_read(
+    source: AnySource, allow_non_finite_weights: bool, all_parameters: bool
+) -> Message:
+    """What another rank finds its share by: a directory by its path, which is whole."""
+    if isinstance(source, ShareSource):
+        return ReadShards(source.told(), allow_non_finite_weights, all_parameters)
+    return ReadWeights(str(source.path), allow_non_finite_weights)
+
+
+def _read_everywhere(group: Group, message: Message, read: Callable[[], Replace]) -> Replace:
+    group.tell(message)
     failed: MegatronAsyncError | None = None
     try:
         replace = read()

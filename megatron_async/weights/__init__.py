@@ -5,7 +5,8 @@ and copied into the parameters, by ``targets``, where each tensor goes. ``swap``
 the model get them between two of their steps. A trainer's process sends them by memory
 (``shared_memory``) or by a collective (``group``, ``nccl_group`` and ``announced``; ``transfer``
 gathers an update), over ``tensor_info``, what is said before; ``broadcast`` hands whole tensors to
-ranks that have shares, and ``parallel_layouts`` joins and makes shards.
+ranks that have shares, and ``parallel_layouts`` joins and makes shards. ``sharded``: each rank
+takes its own share of the tensors of a trainer's ranks.
 
 ``DynamicInferenceEngine.update_weights`` is what people call; the names below are theirs too.
 """
@@ -17,10 +18,14 @@ from typing import Any
 
 HOMES = {
     "GatheredWeights": "source",
+    "ShardGroup": "sharded.group",
+    "ShardedWeights": "sharded.shared",
     "SharedWeights": "shared_memory",
+    "TrainerLayout": "sharded.layout",
     "WeightGroup": "group",
     "WeightSource": "source",
     "join_shards": "parallel_layouts",
+    "open_sharded": "sharded.source",
     "open_weights": "shared_memory",
     "relay": "parallel_layouts",
     "shard_of": "parallel_layouts",

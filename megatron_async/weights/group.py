@@ -39,6 +39,8 @@ class WeightGroup:
         device: where tensors arrive, and from where they are sent.
         timeout: seconds that one waits for the others, when the group is made and later.
         name: of a group that the trainer makes by ``torch.distributed``, as SGLang's trainers do.
+        trainers: of several trainer ranks, which come first, the first one listens; see
+            :class:`~megatron_async.weights.sharded.group.ShardGroup`.
 
     Raises:
         ConfigError: an argument is wrong, or the others do not come.
@@ -55,6 +57,7 @@ class WeightGroup:
         device: torch.device | str = "cpu",
         timeout: float = 300.0,
         name: str | None = None,
+        trainers: int = 1,
     ) -> None:
         if backend not in BACKENDS:
             raise ConfigError(f"backend={backend!r} must be one of {', '.join(BACKENDS)}")
@@ -67,6 +70,9 @@ class WeightGroup:
             raise ConfigError("backend='nccl' needs a PyTorch that was built with NCCL")
         self.rank, self.world_size = rank, world_size
         self._timeout = timeout
+        self._other = "the trainer" if rank else "an engine"
+        if trainers > 1:
+            self._other = "another rank"
         self._broken = ""
         limit = datetime.timedelta(seconds=timeout)
         try:
@@ -133,14 +139,37 @@ class WeightGroup:
             self._broadcast(tensor)
         return tensors
 
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        """Broadcast the trainer's tensor into ``tensor`` of the others, on the group's device;
-        raises CheckpointError when they are not there any more."""
+    def broadcast(self, tensor: Tensor, root: int = TRAINER) -> Tensor:
+        """Broadcast the trainer's tensor, or that of rank ``root``, into ``tensor`` of the others,
+        on the group's device; raises CheckpointError when they are not there any more."""
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = TRAINER, 0
+        options.rootRank, options.rootTensor = root, 0
         with self._together() as group:
             group.broadcast([tensor], options).wait()
         return tensor
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, which are of one shape; raises as :meth:`broadcast`."""
+        found = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        with self._together() as group:
+            group.allgather([found], [tensor]).wait()
+        return found
+
+    def send_to(self, rank: int, tensor: Tensor) -> None:
+        """Send a contiguous tensor to one other rank; raises as :meth:`broadcast`."""
+        with self._together() as group:
+            group.send([tensor], rank, 0).wait()
+
+    def receive_from(self, rank: int, tensor: Tensor) -> Tensor:
+        """The inverse of :meth:`send_to`; raises as :meth:`broadcast`."""
+        with self._together() as group:
+            group.recv([tensor], rank, 0).wait()
+        return tensor
+
+    @property
+    def is_over(self) -> bool:
+        """It was closed, or a collective has failed."""
+        return self._group is None
 
     def close(self) -> None:
         """Leave the group."""
@@ -155,7 +184,7 @@ class WeightGroup:
         try:
             yield self._group
         except RuntimeError as error:
-            other = "an engine" if self.rank == TRAINER else "the trainer"
+            other = self._other
             is_late = "timed out" in str(error).lower()
             said = f"said nothing for {self._timeout:g} seconds" if is_late else "has ended"
             self._group, self._broken = None, f"{other} {said}"

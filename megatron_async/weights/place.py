@@ -20,7 +20,13 @@ from megatron_async.checkpoint.targets import EMBEDDING, OUTPUT, Target, check_h
 from megatron_async.errors import CheckpointError
 from megatron_async.models.quantized.values import plain_parameter
 from megatron_async.weights.shared_memory import OpenedWeights
-from megatron_async.weights.source import ModelDirectory, WeightsFile, WeightSource, source_of
+from megatron_async.weights.source import (
+    AnySource,
+    ModelDirectory,
+    ShareSource,
+    WeightsFile,
+    source_of,
+)
 from megatron_async.weights.targets import Names, Shares, are_the_same
 from megatron_async.weights.tensor_info import TensorInfo, infos_of
 
@@ -31,7 +37,7 @@ if TYPE_CHECKING:
 
 def read_weights(
     model: GPTModel,
-    source: str | Path | Mapping[str, Any] | WeightSource,
+    source: str | Path | Mapping[str, Any] | AnySource,
     *,
     allow_non_finite_weights: bool = False,
     all_parameters: bool = False,
@@ -55,6 +61,12 @@ def read_weights(
             or a file has changed since it was checked; the model is unchanged.
     """
     found = source_of(source)
+    if isinstance(found, ShareSource):
+        return found.share(
+            model,
+            allow_non_finite_weights=allow_non_finite_weights,
+            all_parameters=all_parameters,
+        )
     stored = found.stored(model) if isinstance(found, ModelDirectory) else None
     if stored is not None:
         return _place_stored(stored, allow_non_finite_weights=allow_non_finite_weights)

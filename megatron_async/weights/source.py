@@ -9,10 +9,10 @@ them and ``broadcast`` hands them out.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 import safetensors
 import safetensors.torch
@@ -57,6 +57,32 @@ class WeightSource(Protocol):
 
     def read(self, model: GPTModel) -> Mapping[str, Any]:
         """The tensors, by name; raises CheckpointError for what cannot be read."""
+
+
+@runtime_checkable
+class ShareSource(Protocol):
+    """Where each rank of a model finds its own share, without anything that is whole.
+
+    Attributes:
+        each_rank_reads: so it is.
+    """
+
+    each_rank_reads: ClassVar[bool]
+
+    @property
+    def path(self) -> str | None:
+        """As that of :class:`WeightSource`."""
+
+    def share(
+        self, model: GPTModel, *, allow_non_finite_weights: bool, all_parameters: bool
+    ) -> Callable[[], None]:
+        """Check this rank's share, and return what copies it; see ``place.read_weights``."""
+
+    def told(self) -> bytes:
+        """What another rank finds its share by."""
+
+
+AnySource: TypeAlias = WeightSource | ShareSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +263,7 @@ class GatheredWeights:
         return self._tensors
 
 
-def source_of(given: object) -> WeightSource:
+def source_of(given: object) -> AnySource:
     """The source that ``update_weights`` was given: a path, a state dict, or one of these classes.
 
     Raises:
@@ -249,7 +275,7 @@ def source_of(given: object) -> WeightSource:
         return WeightsFile(str(given)) if is_file else ModelDirectory(str(given))
     if isinstance(given, Mapping):
         return StateDict(given)
-    if isinstance(given, WeightSource):
+    if isinstance(given, (WeightSource, ShareSource)):
         return given
     raise CheckpointError(
         f"the new weights are a {type(given).__name__}; give a model directory, a "

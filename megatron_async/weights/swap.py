@@ -20,9 +20,9 @@ RESTART = "restart"
 
 
 if TYPE_CHECKING:
-    from megatron_async.weights.source import WeightSource
+    from megatron_async.weights.source import AnySource
 
-    Source: TypeAlias = str | Path | Mapping[str, Any] | WeightSource
+    Source: TypeAlias = str | Path | Mapping[str, Any] | AnySource
 
 
 class Lock(Protocol):

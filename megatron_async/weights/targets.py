@@ -37,6 +37,21 @@ _NUMBERED = re.compile(r"(?<=\.experts\.local_experts\.)\d+|(?<=weight|.{2}bias)
 """An expert's number, in the names of both of megatron-core's classes."""
 
 
+def blocks_of(name: str, *, gated: bool) -> int:
+    """Blocks of a parameter's rows of which each rank has a share: gate and up projection."""
+    return 2 if gated and ".linear_fc1." in name else 1
+
+
+def is_of_one_expert(name: str) -> bool:
+    """Whether megatron-core's ``name`` is of one of a layer's experts, which it numbers."""
+    return ".experts." in name and _NUMBERED.search(name) is not None
+
+
+def with_expert_number(name: str, number_of: Callable[[int], int]) -> str:
+    """The name of one expert with another number, a function of its own."""
+    return _NUMBERED.sub(lambda found: str(number_of(int(found[0]))), name, count=1)
+
+
 def huggingface_targets(model: GPTModel, names: Collection[str]) -> Targets | None:
     """Where tensors of Hugging Face's ``names`` go in ``model``; None if it was not loaded from
     such a directory, or none of the names is known."""
@@ -168,7 +183,7 @@ def _own_targets(model: GPTModel, *, whole: bool) -> dict[str, Target]:
         stage, parallel = Stage.of(model), TensorParallel.current()
         gated, targets = model.config.gated_linear_unit, {}
         for name, tensor in named.items():
-            groups = 2 if gated and ".linear_fc1." in name else 1
+            groups = blocks_of(name, gated=gated)
             view = tensor.detach()
             targets[stage.whole(name)] = parallel.target(name, view, list(view.shape), groups)
     # The last of several pipeline stages has a copy, and by itself no embedding.
@@ -185,7 +200,7 @@ def _expert_targets(model: GPTModel, *, whole: bool) -> dict[str, Target]:
     parallel = TensorParallel.current() if whole else TensorParallel()
     gated, targets = model.config.gated_linear_unit, {}
     for name, view in expert_views(model, parallel.expert_rank).items():
-        groups = 2 if gated and ".linear_fc1." in name else 1
+        groups = blocks_of(name, gated=gated)
         targets[stage.whole(name)] = parallel.target(
             name, view, list(view.shape), groups, of_one_expert=True
         )

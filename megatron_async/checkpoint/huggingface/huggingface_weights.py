@@ -305,8 +305,9 @@ def _head_norms(
         if targets.is_elsewhere(name, f"{theirs}{stored}.weight"):
             continue
         parameter = targets.parameter(name)
-        select = {"select": arrange} if names.interleaved else {}
-        targets[f"{theirs}{stored}.weight"] = Target(parameter, shape, **select)
+        plain = Target(parameter, shape)
+        target = replace(plain, select=arrange) if names.interleaved else plain
+        targets[f"{theirs}{stored}.weight"] = target
 
 
 def _attention(
