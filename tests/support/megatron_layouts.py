@@ -54,7 +54,8 @@ from megatron.core.transformer.mlp import MLP  # noqa: E402
 
 DENSE = ModelConfig(
     num_layers=2, hidden_size=16, num_attention_heads=4, num_kv_heads=2, head_dim=4,
-    ffn_hidden_size=16, vocab_size=32, max_sequence_length=16, qkv_bias=True, tie_word_embeddings=False,
+    ffn_hidden_size=16, vocab_size=32, max_sequence_length=16, qkv_bias=True,
+    tie_word_embeddings=False,
 )  # fmt: skip
 EXPERTS = dataclasses.replace(
     DENSE, num_moe_experts=4, moe_ffn_hidden_size=8, moe_router_topk=2, qkv_bias=False,

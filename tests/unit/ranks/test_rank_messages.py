@@ -63,6 +63,7 @@ PLAN = Plan(
         messages.Guesses(1, [Guess(3, 17, ((4, 5, 6), ()))]),
         messages.LoadModel("tiny\0\n", EngineConfig(depth=2, testing=COSTS)),
         messages.PoisonFreed(1, [4, 5], []),
+        messages.ReadShards(b"\0handles", False, True),
         messages.AwaitTensors([["decoder.weight", "bfloat16", [2, 3]]], True),
         messages.WakeUp(1, "kv_cache"),
         messages.Stop(),

@@ -37,7 +37,8 @@ LAYOUTS = [
     "latents:2,1,1,2>1,1,1",
     "latents:1,1,1,1>2,1,1",
 ]
-"""Tensor, pipeline, expert and expert-tensor sizes of the trainer; the first three of the engine."""
+"""Tensor, pipeline, expert and expert-tensor sizes of the trainer, and the first three of the
+engine."""
 MUTANTS = {
     "off_by_one!dense:2,1,1,2>1,1,1": "linear_fc1.weight of rank 0",
     "off_by_one_in_the_target!dense:2,1,1,2>1,1,1": "not once",
