@@ -17,6 +17,7 @@ LONG = (
     "test_megatron_releases.py",
     "test_rank_weights.py",
     "test_ranks.py",
+    "test_sharded_updates.py",
 )
 """Files that start servers or ranks, compile kernels, or have single tests that take long. They
 begin first, so that processes end together, and all their tests are marked ``slow``."""

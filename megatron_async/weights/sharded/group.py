@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +88,7 @@ class ShardGroup:
         rank: among the trainer's ``trainers`` ranks.
         engine_ranks: of the engine.
         backend, device, timeout: as those of :class:`WeightGroup`.
-        bucket_bytes: of what is sent at a time: each pair of ranks takes memory for one bucket.
+        bucket_bytes: of what is sent at a time: each rank takes memory for one bucket.
         checksums: each slice comes with one, which the engine compares. This one, like
             ``bucket_bytes``, is said by trainer rank 0 for all.
 
@@ -162,9 +162,12 @@ class ShardGroup:
                 asked[reader] = Asked.from_bytes(data).buckets(given)
             except (CheckpointError, RuntimeError) as error:
                 refusal = refusal or error
+        room = torch.empty(0)
+        try:
+            room = room_for(group, [each for some in asked.values() for each in some])
+        except RuntimeError as error:
+            refusal = refusal or error
         agree(group, self._meeting, refusal)
-        size = max((each.nbytes for some in asked.values() for each in some), default=0)
-        room = torch.empty(size, dtype=torch.uint8, device=group.device)
         for reader, buckets in asked.items():
             for bucket in buckets:
                 group.send_to(self._meeting.trainers + reader, bucket.pack(given, room))
@@ -219,20 +222,20 @@ def tell(group: WeightGroup, data: bytes, *, root: int) -> bytes:
     """What rank ``root`` tells all; each other gives nothing."""
     length = torch.tensor([len(data)], dtype=torch.int64, device=group.device)
     size = _checked(group, int(group.broadcast(length, root)))
-    return _bytes_of(group.broadcast(_room_for(group, data, size), root))
+    return _bytes_of(group.broadcast(_said_room(group, data, size), root))
 
 
 def give_to(group: WeightGroup, rank: int, data: bytes) -> None:
     """Tell one other rank, which calls :func:`take_from`."""
     group.send_to(rank, torch.tensor([len(data)], dtype=torch.int64, device=group.device))
-    group.send_to(rank, _room_for(group, data, len(data)))
+    group.send_to(rank, _said_room(group, data, len(data)))
 
 
 def take_from(group: WeightGroup, rank: int) -> bytes:
     """The inverse of :func:`give_to`."""
     length = torch.zeros(1, dtype=torch.int64, device=group.device)
     size = _checked(group, int(group.receive_from(rank, length)))
-    return _bytes_of(group.receive_from(rank, _room_for(group, b"", size)))
+    return _bytes_of(group.receive_from(rank, _said_room(group, b"", size)))
 
 
 def agree(group: WeightGroup, meeting: Meeting, refusal: Exception | None) -> None:
@@ -255,7 +258,13 @@ def agree(group: WeightGroup, meeting: Meeting, refusal: Exception | None) -> No
             raise CheckpointError(f"{who} refuses them: {answer.decode(errors='ignore')}")
 
 
-def _room_for(group: WeightGroup, data: bytes, size: int) -> Tensor:
+def room_for(group: WeightGroup, buckets: Sequence[Bucket]) -> Tensor:
+    """uint8: memory for one of ``buckets`` at a time; raises RuntimeError where there is none."""
+    size = max((each.nbytes for each in buckets), default=0)
+    return torch.empty(size, dtype=torch.uint8, device=group.device)
+
+
+def _said_room(group: WeightGroup, data: bytes, size: int) -> Tensor:
     """uint8 ``[size]``, with ``data`` in it where there is some."""
     return torch.frombuffer(bytearray(data or size), dtype=torch.uint8).to(group.device)
 

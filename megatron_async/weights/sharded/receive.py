@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_async.checkpoint.targets import Target
 from megatron_async.codec import parse_json
 from megatron_async.errors import CheckpointError
 from megatron_async.weights.group import WeightGroup
-from megatron_async.weights.sharded.buckets import buckets_of, parts_of
-from megatron_async.weights.sharded.group import Asked, Meeting, agree, give_to, tell
-from megatron_async.weights.sharded.plan import PLANS, ReshardPlan, Slice, TrainerRank
+from megatron_async.weights.sharded.buckets import Bucket, buckets_of, parts_of
+from megatron_async.weights.sharded.group import (
+    Asked,
+    Meeting,
+    agree,
+    give_to,
+    room_for,
+    tell,
+)
+from megatron_async.weights.sharded.plan import PLANS, TrainerRank
 from megatron_async.weights.sharded.take import Move, Moves
 
 if TYPE_CHECKING:
@@ -68,6 +76,25 @@ def _join(model: GPTModel, meeting: Meeting, reader: int) -> WeightGroup:
     return group
 
 
+class Coming(NamedTuple):
+    """What a rank is about to receive.
+
+    Args:
+        targets: by the whole tensor's name where its share goes in the end.
+        staged: memory for each share meanwhile.
+        buckets: by the trainer's rank.
+        room: for one bucket at a time.
+    """
+
+    targets: dict[str, Target]
+    staged: dict[str, Tensor]
+    buckets: dict[int, list[Bucket]]
+    room: Tensor
+
+
+NOTHING = Coming({}, {}, {}, torch.empty(0))
+
+
 class _Receiving:
     """One update."""
 
@@ -78,36 +105,20 @@ class _Receiving:
         """What came, checked, on all ranks."""
         trainers = range(self._meeting.trainers)
         said = [tell(self._group, b"", root=trainer) for trainer in trainers]
-        refusal: Exception | None = None
-        plan, staged = ReshardPlan({}, {}, []), dict[str, Tensor]()
-        ranks: list[TrainerRank] = []
+        coming, refusal = NOTHING, None
         try:
-            ranks = [TrainerRank.from_json(parse_json(each)) for each in said]
-            plan = PLANS.plan(
-                self._model, ranks, reader=self._reader, all_parameters=all_parameters
-            )
-            staged = {
-                name: torch.empty_like(target.view, memory_format=torch.contiguous_format)
-                for name, target in plan.targets.items()
-            }
+            coming = self._prepare(said, all_parameters)
         except (CheckpointError, ValueError, RuntimeError) as error:  # no memory is the last
             refusal = error
-        dtypes = [{info.name: info.dtype for info in rank.tensors} for rank in ranks]
-        asked = {
-            trainer: list(parts_of(slices, dtypes[trainer], self._meeting.bucket_bytes))
-            for trainer, slices in plan.slices.items()
-        }
-        for trainer in self._meeting.trainers_of(self._reader):
-            boxes = [(each.name, each.start, each.sizes) for each in asked.get(trainer, ())]
-            wanted = Asked(boxes, self._meeting.bucket_bytes, self._meeting.checksums)
-            give_to(self._group, trainer, wanted.to_bytes())
+        self._ask(coming)
         agree(self._group, self._meeting, refusal)
-        for trainer in self._meeting.trainers_of(self._reader):
-            if trainer in asked:
-                wrong = self._receive(trainer, asked[trainer], dtypes[trainer], staged)
-                refusal = refusal or wrong
+        wrong = [self._receive(n, coming) for n in self._meeting.trainers_of(self._reader)]
+        refusal = next((error for error in wrong if error is not None), None)
         moves = Moves(
-            [Move(n, target.view.detach(), staged[n]) for n, target in plan.targets.items()]
+            [
+                Move(name, target.view.detach(), coming.staged[name])
+                for name, target in coming.targets.items()
+            ]
         )
         try:
             moves.check(allow_non_finite_weights=allow_non_finite_weights)
@@ -116,27 +127,45 @@ class _Receiving:
         agree(self._group, self._meeting, refusal)
         return moves
 
-    def _receive(
-        self,
-        trainer: int,
-        parts: list[Slice],
-        dtypes: dict[str, torch.dtype],
-        staged: dict[str, Tensor],
-    ) -> CheckpointError | None:
+    def _prepare(self, said: list[bytes], all_parameters: bool) -> Coming:
+        """Plan, and take memory."""
+        ranks = [TrainerRank.from_json(parse_json(each)) for each in said]
+        reader, limit = self._reader, self._meeting.bucket_bytes
+        plan = PLANS.plan(self._model, ranks, reader=reader, all_parameters=all_parameters)
+        staged = {
+            name: torch.empty_like(target.view, memory_format=torch.contiguous_format)
+            for name, target in plan.targets.items()
+        }
+        buckets = {}
+        for trainer, slices in plan.slices.items():
+            dtypes = {info.name: info.dtype for info in ranks[trainer].tensors}
+            parts = parts_of(slices, dtypes, limit)
+            checksums = self._meeting.checksums
+            buckets[trainer] = buckets_of(parts, dtypes, limit, checksums=checksums)
+        room = room_for(self._group, [each for some in buckets.values() for each in some])
+        return Coming(plan.targets, staged, buckets, room)
+
+    def _ask(self, coming: Coming) -> None:
+        """Tell each rank of the trainer what is wanted of it."""
+        for trainer in self._meeting.trainers_of(self._reader):
+            some = coming.buckets.get(trainer, ())
+            slices = [packed.slice for bucket in some for packed in bucket.packed]
+            boxes = [(each.name, each.start, each.sizes) for each in slices]
+            asked = Asked(boxes, self._meeting.bucket_bytes, self._meeting.checksums)
+            give_to(self._group, trainer, asked.to_bytes())
+
+    def _receive(self, trainer: int, coming: Coming) -> CheckpointError | None:
         """Take the buckets of a trainer's rank; what is wrong with one of them."""
-        meeting, refusal = self._meeting, None
-        buckets = buckets_of(parts, dtypes, meeting.bucket_bytes, checksums=meeting.checksums)
-        size = max(each.nbytes for each in buckets)
-        room = torch.empty(size, dtype=torch.uint8, device=self._group.device)
-        for bucket in buckets:
-            self._group.receive_from(trainer, room[: bucket.nbytes])
-            name = bucket.wrong(room)
+        refusal = None
+        for bucket in coming.buckets.get(trainer, ()):
+            self._group.receive_from(trainer, coming.room[: bucket.nbytes])
+            name = bucket.wrong(coming.room)
             if name is not None and refusal is None:
                 refusal = CheckpointError(
                     f"the new {name} of trainer rank {trainer} has another checksum than it was "
                     "sent with: its values have changed on the way"
                 )
             for each in bucket.packed:
-                share = staged[each.slice.target]
-                each.slice.into(share).copy_(each.view(room))
+                share = coming.staged[each.slice.target]
+                each.slice.into(share).copy_(each.view(coming.room))
         return refusal
