@@ -94,6 +94,64 @@ if rank == 0:
 os._exit(0)
 """
 
+# A trainer of two tensor-parallel ranks, which are two objects of one process, and an engine's rank
+# in another one, by CUDA IPC or by NCCL between two GPUs.
+SHARDS = """
+import json, os, sys
+ways, port = sys.argv[1], int(sys.argv[2])
+handles, done = os.pipe(), os.pipe()
+is_engine = os.fork() == 0
+import torch
+from megatron_async.models.build import build_random_model
+from megatron_async.models.description.config import ModelConfig
+from megatron_async.weights.parallel_layouts import shard_of
+from megatron_async.weights.place import read_weights
+from megatron_async.weights.sharded.group import ShardGroup
+from megatron_async.weights.sharded.layout import TrainerLayout
+from megatron_async.weights.sharded.shared import ShardedWeights
+from megatron_async.weights.sharded.source import open_sharded
+device = torch.device("cuda", int(is_engine and ways == "nccl"))
+torch.cuda.set_device(device)
+config = ModelConfig(
+    num_layers=2, hidden_size=64, num_attention_heads=4, num_kv_heads=2, head_dim=16,
+    vocab_size=64, ffn_hidden_size=64, max_sequence_length=32)
+
+def model(seed):
+    return build_random_model(config, device=device, dtype=torch.bfloat16, seed=seed)
+
+new = {name: value.detach() for name, value in model(2).named_parameters()}
+if is_engine:
+    os.close(handles[1])
+    served = model(1)
+    source = open_sharded(json.loads(os.fdopen(handles[0]).read()))
+    read_weights(served, source, all_parameters=True)()
+    torch.cuda.synchronize()
+    assert all(torch.equal(value, new[name]) for name, value in served.named_parameters())
+    os.write(done[1], b".")
+    os._exit(0)
+places = [TrainerLayout(tensor_rank=rank, tensor_size=2) for rank in range(2)]
+if ways == "nccl":  # a rank for each GPU: a trainer of one rank
+    group = ShardGroup("127.0.0.1", port, TrainerLayout(), rank=0, trainers=1, backend="nccl",
+                       device=device, bucket_bytes=5000, checksums=True)
+    os.write(handles[1], json.dumps(group.handles).encode())
+    os.close(handles[1])
+    group.send(new)
+else:
+    shares = [
+        {name: shard_of(name, value, rank, 2, gated=True) for name, value in new.items()}
+        for rank in range(2)
+    ]
+    sides = [
+        ShardedWeights(share, place, checksums=True)
+        for share, place in zip(shares, places, strict=True)
+    ]
+    os.write(handles[1], json.dumps([side.export() for side in sides]).encode())
+    os.close(handles[1])
+assert os.read(done[0], 1)
+assert os.wait()[1] == 0
+os._exit(0)
+"""
+
 
 def run(program: str, *arguments: str) -> None:
     subprocess.run(
@@ -111,6 +169,15 @@ def test_another_process_reads_weights_where_they_lie() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_weights_come_over_nccl() -> None:
     run(NCCL, str(free_port()), str(free_port()))
+
+
+def test_shards_are_read_where_they_lie() -> None:
+    run(SHARDS, "ipc", "0")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_shards_come_over_nccl() -> None:
+    run(SHARDS, "nccl", str(free_port()))
 
 
 @pytest.mark.parametrize("level", (1, 2))
