@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -258,9 +259,11 @@ def _check_given_once(targets: Mapping[str, Tensor]) -> None:
 def _check_complete(parameters: Mapping[str, Tensor], targets: list[Tensor]) -> None:
     """Raise unless ``targets``, parameters or views of them, are all of ``parameters``."""
     sizes = {target.data_ptr(): target.numel() for target in targets}
+    places = sorted(sizes)
     for name, parameter in parameters.items():
-        start, end = parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes
-        if sum(size for at, size in sizes.items() if start <= at < end) != parameter.numel():
+        first = bisect_left(places, parameter.data_ptr())
+        end = bisect_left(places, parameter.data_ptr() + parameter.nbytes)
+        if sum(sizes[place] for place in places[first:end]) != parameter.numel():
             raise _missing(name)
 
 
