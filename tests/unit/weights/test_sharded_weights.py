@@ -6,9 +6,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -453,3 +455,14 @@ def test_buckets_are_of_bounded_size_and_bring_all() -> None:
         buckets = buckets_of(parts, dtypes, 128, checksums=checksums)
         assert [each.slice for bucket in buckets for each in bucket.packed] == parts
         assert all(bucket.packed[-1].offset < 128 and bucket.sums <= 144 for bucket in buckets)
+
+
+def test_the_example_runs_as_it_stands_there() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "rl.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (example,) = (block for block in blocks if "open_sharded" in block)
+    names: dict[str, Any] = {}
+    exec(compile(example, "rl.md", "exec"), names)
+    assert names["version"] == 1 and len(names["handles"]) == 2
+    for rank in names["trainer"]:
+        rank.close()
