@@ -16,7 +16,7 @@ ALIGNMENT = 16
 """Bytes to which slices are aligned in a bucket."""
 
 Dtypes = Mapping[str, torch.dtype]
-"""Of a trainer rank's tensors."""
+"""The dtypes of a trainer rank's tensors, by name."""
 
 
 class Packed(NamedTuple):

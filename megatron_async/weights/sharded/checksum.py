@@ -10,7 +10,7 @@ from torch import Tensor
 WORDS = 1 << 18
 """Words of eight bytes that are added up at a time."""
 DIGITS = 32
-"""Of a checksum, in base 16."""
+"""A checksum has as many, in base 16."""
 _MASK = (1 << 64) - 1
 
 

@@ -26,7 +26,7 @@ from megatron_async.weights.tensor_info import TensorInfo, infos_of, weights_of
 
 BUCKET_BYTES = 256 << 20
 REASON_BYTES = 512
-"""Of what a rank says to all others of why it refuses."""
+"""A rank says why it refuses in as many."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,7 +161,7 @@ class Served:
 
     @classmethod
     def of(cls, model: Any) -> Served:
-        """That of a model."""
+        """Ask a model."""
         config = model.config
         tied: bool = model.share_embeddings_and_output_weights
         return cls(config.gated_linear_unit, config.num_moe_experts or 0, tied)

@@ -129,7 +129,7 @@ def open_moves(
     opened = {
         number: open_weights(handles)
         for number, handles in enumerate(own)
-        # Those of a GPU are opened once each, so that the trainer's memory can be given back.
+        # Handles of GPU memory are opened once each, so that it can be given back.
         if number in plan.slices or handles.get("kind") == "cuda"
     }
     for number, name in dict.fromkeys(
