@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from megatron_async.errors import CheckpointError, IntegrityError, MegatronAsyncError
+from megatron_async.ranks.channel import RING_BYTES
 from megatron_async.ranks.messages import (
     AwaitTensors,
     Message,
@@ -26,6 +27,9 @@ from megatron_async.weights.targets import Names
 from megatron_async.weights.tensor_info import TensorInfo, infos_of
 
 Replace = Callable[[], None]
+
+MOST_HANDLES_BYTES = RING_BYTES // 2
+"""A message to all ranks has room for them."""
 
 
 class Group(Protocol):
@@ -84,7 +88,13 @@ def _how_to_read(
 ) -> Message:
     """What another rank finds its share by: a directory by its path, which is whole."""
     if isinstance(source, ShareSource):
-        return ReadShards(source.told(), allow_non_finite_weights, all_parameters)
+        told = source.told()
+        if len(told) > MOST_HANDLES_BYTES:
+            raise CheckpointError(
+                f"the handles of a trainer's shards are {len(told):,} bytes, more than the "
+                f"{MOST_HANDLES_BYTES:,} that ranks are told: send them by a ShardGroup"
+            )
+        return ReadShards(told, allow_non_finite_weights, all_parameters)
     return ReadWeights(str(source.path), allow_non_finite_weights)
 
 

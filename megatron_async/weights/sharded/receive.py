@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_async.checkpoint.targets import Target
 from megatron_async.codec import parse_json
-from megatron_async.errors import CheckpointError
+from megatron_async.errors import CheckpointError, ConfigError
 from megatron_async.weights.group import WeightGroup
 from megatron_async.weights.sharded.buckets import Bucket, buckets_of, parts_of
 from megatron_async.weights.sharded.group import (
@@ -45,8 +45,7 @@ def receive_moves(
 
     Raises:
         CheckpointError: it does not fit, is not finite, or has another checksum, or some other rank
-            refuses, or has ended.
-        ConfigError: the trainer does not come.
+            refuses, has ended, or does not come.
     """
     meeting = Meeting.from_json(handles)
     if meeting.engine_ranks != readers:
@@ -71,7 +70,10 @@ def _join(model: GPTModel, meeting: Meeting, reader: int) -> WeightGroup:
         last[1].close()
         del _joined[model]
     device = next(model.parameters()).device if meeting.backend == "nccl" else "cpu"
-    group = meeting.join(meeting.trainers + reader, device)
+    try:
+        group = meeting.join(meeting.trainers + reader, device)
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from error
     _joined[model] = meeting, group
     return group
 

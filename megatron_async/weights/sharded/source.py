@@ -33,9 +33,8 @@ class ShardedSource:
         the parameters of ``model``.
 
         Raises:
-            CheckpointError: it does not fit, is not finite, or has another checksum; the model is
-                unchanged.
-            ConfigError: the ranks of a group do not come.
+            CheckpointError: it does not fit, is not finite, or has another checksum, or the
+                trainer's ranks do not come; the model is unchanged.
         """
         own = parallel.current()
         checks: dict[str, Any] = {

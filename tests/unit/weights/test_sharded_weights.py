@@ -7,11 +7,12 @@ import dataclasses
 import json
 import math
 import re
+import secrets
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from torch import Tensor
 from megatron_async.errors import CheckpointError, ConfigError
 from megatron_async.models.build import build_random_model
 from megatron_async.models.description.config import ModelConfig
+from megatron_async.ranks import new_weights
+from megatron_async.ranks.messages import AwaitTensors, ReadShards, ReplaceWeights
 from megatron_async.weights.group import WeightGroup
 from megatron_async.weights.parallel_layouts import shard_of
 from megatron_async.weights.place import read_weights
@@ -316,7 +319,7 @@ def sent(made: list[ShardGroup], pool: ThreadPoolExecutor, ranks: Ranks) -> list
 
 @pytest.mark.parametrize("checksums", (False, True))
 def test_a_group_brings_new_weights_again_and_again(checksums: bool) -> None:
-    """In buckets that are smaller than most tensors."""
+    """In buckets that are smaller than most tensors; of some tensors alone too."""
     served = model(1)
     with groups(bucket_bytes=300, checksums=checksums) as (made, pool):
         for seed in (2, 3):
@@ -329,6 +332,12 @@ def test_a_group_brings_new_weights_again_and_again(checksums: bool) -> None:
             assert same(served, old)
             replace()
             assert same(served, new)
+        other = state_of(model(4))
+        sending = sent(made, pool, by_tensor({FC1: other[FC1]}))
+        read_weights(served, open_sharded(made[0].handles))()
+        for each in sending:
+            each.result(PATIENCE_SECONDS)
+        assert same(served, {**new, FC1: other[FC1]})
         with pytest.raises(ConfigError, match="those of trainer rank 0"):
             _ = made[1].handles
 
@@ -415,6 +424,70 @@ def test_a_group_of_another_engine_is_refused() -> None:
     for wrong in ({"rank": 2}, {"engine_ranks": 0}, {"bucket_bytes": 1}):
         with pytest.raises(ConfigError, match="must be below"):
             ShardGroup("127.0.0.1", 1, TrainerLayout(), **{"rank": 0, "trainers": 2, **wrong})
+
+
+def test_an_engine_leaves_a_group_for_another_one() -> None:
+    served = model(1)
+    for seed in (2, 3):
+        new = state_of(model(seed))
+        with groups() as (made, pool):
+            sending = sent(made, pool, by_tensor(new))
+            read_weights(served, open_sharded(made[0].handles))()
+            for each in sending:
+                each.result(PATIENCE_SECONDS)
+        assert same(served, new)
+    with groups() as (made, _):
+        handles = {**made[0].handles, "timeout": 0.2}
+        with pytest.raises(CheckpointError, match="no weight group at"):
+            read_weights(served, open_sharded(handles))
+
+
+# --- what other ranks are told ----------------------------------------------------------------
+
+
+class OtherRank(NamedTuple):
+    """A group whose other rank does what it is told."""
+
+    told: list[Any]
+
+    def tell(self, message: Any) -> None:
+        self.told.append(message)
+
+    def await_answers(self) -> None:
+        self.told.append("awaited")
+
+    def explain(self, error: RuntimeError) -> RuntimeError:
+        return error
+
+
+def test_all_ranks_check_before_one_copies() -> None:
+    group, source = OtherRank([]), open_sharded([{}])
+    replace = new_weights.read_weights(
+        group, None, source, lambda: lambda: group.told.append("copied"),
+        allow_non_finite_weights=True, all_parameters=False,
+    )  # fmt: skip
+    assert group.told == [ReadShards(source.told(), True, False), "awaited"]
+    replace()
+    assert group.told[2:] == [ReplaceWeights(), "copied", "awaited"]
+
+
+def test_what_rank_0_refuses_others_forget() -> None:
+    group, source = OtherRank([]), open_sharded([{}])
+
+    def refuse() -> Any:
+        raise CheckpointError("no")
+
+    with pytest.raises(CheckpointError, match="no"):
+        new_weights.read_weights(
+            group, None, source, refuse, allow_non_finite_weights=False, all_parameters=True
+        )
+    assert group.told[2:] == [AwaitTensors([], False), "awaited"]
+    many = open_sharded([{"handle": secrets.token_hex(new_weights.MOST_HANDLES_BYTES)}])
+    with pytest.raises(CheckpointError, match="send them by a ShardGroup"):
+        new_weights.read_weights(
+            group, None, many, refuse, allow_non_finite_weights=False, all_parameters=True
+        )
+    assert group.told[4:] == [AwaitTensors([], False), "awaited"]
 
 
 # --- its parts --------------------------------------------------------------------------------
