@@ -34,7 +34,7 @@ from megatron_async.weights.sharded.layout import Served, TrainerLayout
 from megatron_async.weights.sharded.plan import Slice
 from megatron_async.weights.sharded.shared import ShardedWeights
 from megatron_async.weights.sharded.source import ShardedSource, open_sharded
-from megatron_async.weights.tensor_info import TensorInfo
+from megatron_async.weights.tensor_info import TensorInfo, infos_of
 from tests.support.patience import PATIENCE_SECONDS
 from tests.support.served_over_http import free_port
 
@@ -142,6 +142,16 @@ def test_a_plan_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with shared(by_stage(new)) as handles:
         read_weights(served, open_sharded(handles), all_parameters=True)()
     assert len(made) == 2
+
+
+def test_engine_ranks_take_replicas_from_different_trainer_ranks() -> None:
+    served, trainer = model(1), by_tensor(state_of(model(2)))
+    ranks = [plans.TrainerRank(place, tuple(infos_of(state))) for state, place in trainer]
+    taken = []
+    for reader in range(2):
+        plan = plans.plan_for(served, ranks, reader=reader, all_parameters=True)
+        taken += [n for n, some in plan.slices.items() if NORM in {each.name for each in some}]
+    assert sorted(taken) == [0, 1]
 
 
 # --- what is refused --------------------------------------------------------------------------
