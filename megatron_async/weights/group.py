@@ -166,11 +166,6 @@ class WeightGroup:
             group.recv([tensor], rank, 0).wait()
         return tensor
 
-    @property
-    def is_over(self) -> bool:
-        """It was closed, or a collective has failed."""
-        return self._group is None
-
     def close(self) -> None:
         """Leave the group."""
         self._group, self._broken = None, "it was closed"

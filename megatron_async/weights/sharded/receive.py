@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 _joined: weakref.WeakKeyDictionary[GPTModel, tuple[Meeting, WeightGroup]]
 _joined = weakref.WeakKeyDictionary()
-"""The group that each model of this process gets its weights by."""
+"""The group that each model of this process gets its weights by, also when it is over: its trainer
+makes another one."""
 
 
 def receive_moves(
@@ -55,11 +56,7 @@ def receive_moves(
         )
     group = _join(model, meeting, reader)
     receiving = _Receiving(model, meeting, group, reader)
-    try:
-        return receiving.run(all_parameters, allow_non_finite_weights)
-    finally:
-        if group.is_over:
-            del _joined[model]
+    return receiving.run(all_parameters, allow_non_finite_weights)
 
 
 def _join(model: GPTModel, meeting: Meeting, reader: int) -> WeightGroup:

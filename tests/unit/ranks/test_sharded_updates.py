@@ -45,7 +45,7 @@ def found_in(folder: Path, name: str) -> Found:
 def test_requests_go_on_with_the_trainers_weights(name: str, folder: Path) -> None:
     """As with those weights given whole."""
     found = found_in(folder, name)
-    assert all(old != new for old, new in zip(found["old"], found["new"], strict=True))
+    assert found["continued"]["tokens"] != found["old"]
     assert found["continued by shards"] == found["continued"]
     assert [len(each) for each in found["continued"]["spans"]] == [2, 2, 1]
     assert found["continued by a group"]["tokens"] == found["continued"]["tokens"]

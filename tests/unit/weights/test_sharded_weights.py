@@ -419,6 +419,10 @@ def test_a_trainer_that_ends_in_the_middle_leaves_the_old_weights(
             with pytest.raises(CheckpointError, match="weight"):
                 each.result(PATIENCE_SECONDS)
         assert len(buckets) == 3 and same(served, old)
+        with pytest.raises(
+            CheckpointError, match="is over: another rank has ended; make a new one"
+        ):
+            read_weights(served, open_sharded(made[0].handles))
     with groups() as (made, pool):
         sending = sent(made, pool, by_tensor(new))
         read_weights(served, open_sharded(made[0].handles))()
