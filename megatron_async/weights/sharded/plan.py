@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_async.checkpoint.targets import Target
 from megatron_async.errors import CheckpointError
 from megatron_async.models import parallel
+from megatron_async.models.quantized.linear import quantized
 from megatron_async.weights.sharded.layout import (
     Held,
     Piece,
@@ -106,6 +107,11 @@ def plan_for(
         CheckpointError: a name, a shape or a dtype does not fit, or some elements are nowhere.
     """
     _check_alike(ranks)
+    if quantized(model):
+        raise CheckpointError(
+            "the model keeps FP8 weights, which are quantized row by row, and shards have parts of "
+            "rows: give whole tensors"
+        )
     served = Served.of(model)
     of_whole = [
         [served.whole_name(info.name, rank.layout) for info in rank.tensors] for rank in ranks

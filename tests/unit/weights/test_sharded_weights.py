@@ -109,6 +109,18 @@ def test_shared_memory_is_copied_into_the_parameters(trainer: str, checksums: bo
     assert same(served, new)
 
 
+def test_a_model_that_keeps_fp8_weights_takes_whole_tensors() -> None:
+    """Slices were cast to e4m3 without a scale."""
+    device = torch.device("cpu")
+    served = build_random_model(CONFIG, device=device, dtype=torch.float32, quantize=True)
+    old = state_of(served)
+    refused = pytest.raises(CheckpointError, match=r"keeps FP8 weights.*give whole tensors")
+    with shared(by_tensor(state_of(model(2)))) as handles, refused:
+        read_weights(served, open_sharded(handles), all_parameters=True)
+    as_bytes = (each.detach().view(torch.uint8) for _, each in served.named_parameters())
+    assert all(a.equal(b.view(torch.uint8)) for a, b in zip(as_bytes, old.values(), strict=True))
+
+
 def test_what_is_told_to_other_ranks_is_the_same_source() -> None:
     source = open_sharded([{"layout": {}, "weights": [{}], "checksums": None}])
     assert ShardedSource.of_told(source.told()) == source
