@@ -175,7 +175,8 @@ def with_step_costs(
     """A configuration with what decides its plans: the micro-batches, and the costs of steps,
     measured if it needs and lacks them."""
     config = dataclasses.replace(config, pipeline_micro_batches=limits.micro_batches)
-    has_costs = config.testing.speculative_step_costs is not None
+    given = config.speculative_draft_cost, config.testing.speculative_step_costs
+    has_costs = any(each is not None for each in given)
     if not config.adaptive_speculation or limits.window == 1 or has_costs:
         return config
     from megatron_async.runner.step_costs import measure_step_costs
@@ -190,7 +191,11 @@ def with_step_costs(
 
 def step_costs_of(config: EngineConfig, limits: Limits) -> StepCosts | None:
     """What the scheduler is to know of the costs of steps; None to draft all."""
-    if not config.adaptive_speculation or not config.testing.speculative_step_costs:
+    if not config.adaptive_speculation:
+        return None
+    if config.speculative_draft_cost is not None:
+        return StepCosts.constant(config.speculative_draft_cost, limits.windows)
+    if not config.testing.speculative_step_costs:
         return None
     measured = config.testing.speculative_step_costs
     costs = {(rows, window): seconds for rows, window, seconds in measured}

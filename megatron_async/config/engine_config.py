@@ -16,6 +16,8 @@ DEFAULT_BLOCK_SIZE_TOKENS = 64
 MAX_DEPTH = 64
 MAX_REQUESTS = 2**16
 MAX_DRAFTS = 64
+LEAST_DRAFT_COST = 0.05
+"""Below it a draft that is never accepted would not be worth leaving out."""
 MAX_RANKS = 1024
 DEFAULT_RANK_TIMEOUT_SECONDS = 8.0
 MAX_RANK_TIMEOUT_SECONDS = 86400.0
@@ -135,6 +137,9 @@ class EngineConfig:
         adaptive_speculation: leave drafts out where they do not pay, by the costs of steps, which
             are measured at the start, and by how many drafts were accepted lately. It changes no
             token.
+        speculative_draft_cost: what a draft adds to a step, as a share of a step without drafts,
+            from 0.05 to 1. With it ``adaptive_speculation`` measures nothing, so that windows
+            follow from commands alone. None measures.
         num_cuda_graphs: most row buckets captured; None captures all.
         enable_sampling_extras: keep room on the device for penalties, filters, log-probabilities
             and structured output, and capture the steps of requests that ask for them; the log
@@ -196,6 +201,7 @@ class EngineConfig:
     tokenizer_model: str | None = None
     draft_model: str | None = None
     adaptive_speculation: bool = False
+    speculative_draft_cost: float | None = None
     num_cuda_graphs: int | None = None
     enable_sampling_extras: bool = True
     return_routed_experts: bool = False
@@ -247,6 +253,7 @@ class EngineConfig:
         options = as_testing_options(self.testing)
         options.check_windows(set(draft_windows(self.num_speculative_tokens, adaptive=True)))
         object.__setattr__(self, "testing", options)
+        self._check_draft_cost()
         object.__setattr__(self, "kv_events_config", kv_events_config(self.kv_events_config))
         self._check("depth", 0, MAX_DEPTH, optional=True)
         self._check("inference_logging_step_interval", 0)
@@ -285,6 +292,25 @@ class EngineConfig:
         if self.kv_cache_dtype is not None and self.kv_cache_dtype not in QUANTIZATIONS:
             raise ConfigError(
                 f"kv_cache_dtype={shown(self.kv_cache_dtype)} must be 'fp8' or None, for dtype's"
+            )
+
+    def _check_draft_cost(self) -> None:
+        """A number in its range, beside ``adaptive_speculation`` and no other costs."""
+        cost = self.speculative_draft_cost
+        if cost is None:
+            return
+        is_number = isinstance(cost, (int, float)) and not isinstance(cost, bool)
+        if not is_number or not LEAST_DRAFT_COST <= cost <= 1:
+            raise ConfigError(
+                f"speculative_draft_cost={shown(cost)} must be from {LEAST_DRAFT_COST} to 1, a "
+                "share of a step without drafts"
+            )
+        if not self.adaptive_speculation:
+            raise ConfigError("speculative_draft_cost is for adaptive_speculation=True; add that")
+        if self.testing.speculative_step_costs is not None:
+            raise ConfigError(
+                "speculative_draft_cost and testing.speculative_step_costs contradict each other; "
+                "leave one of them out"
             )
 
     def _check_async_scheduling(self) -> None:

@@ -10,11 +10,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
+from megatron_async.request.drafts import DraftCounts
 from megatron_async.request.request import StepReport
 from megatron_async.scheduler.events import Change, Event
 from megatron_async.step.plan import Plan
 
 Result = TypeVar("Result")
+
+KEPT_VERSIONS = 4
+"""So many of the last weight versions have counts of drafts of their own."""
 
 
 class NotOverlapped(str, Enum):
@@ -48,6 +52,14 @@ class Idle(str, Enum):
     SUSPENDED = "the engine is suspended"
 
 
+class WeightStart(NamedTuple):
+    """Drafts by place that had been verified and accepted when weights of ``version`` came."""
+
+    version: int
+    drafted: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
+
+
 @dataclass(slots=True)
 class EngineCounters:
     """Totals since the engine was built or reset.
@@ -57,8 +69,10 @@ class EngineCounters:
     chunks that were not sampled and ``tokens_committed`` + ``tokens_discarded``;
     ``tokens_accepted`` counts what rows brought beyond one token, ``tokens_drafted`` the drafts
     that were verified in rows whose tokens were taken; ``accepted_by_position`` and
-    ``drafted_by_position`` have the same by the place of the draft; ``steps_by_window`` and
-    ``window_reasons`` say how many tokens a row of a launched step could bring, and why that many.
+    ``drafted_by_position`` have the same by the place of the draft, and :attr:`drafts_by_version`
+    for each of the last weights by itself, whose beginnings are ``weight_starts``;
+    ``steps_by_window`` and ``window_reasons`` say how many tokens a row of a launched step could
+    bring, and why that many.
     ``guided_rows`` counts the sampled rows of guided requests by :class:`GuidedRow`.
     ``step_ns`` is the time spent in steps, ``wait_ns`` the part of it blocked on the device; both
     are for people and steer nothing.
@@ -81,6 +95,7 @@ class EngineCounters:
     tokens_accepted: int = 0
     accepted_by_position: list[int] = field(default_factory=list)
     drafted_by_position: list[int] = field(default_factory=list)
+    weight_starts: list[WeightStart] = field(default_factory=lambda: [WeightStart(0)])
     tokens_discarded: int = 0
     tokens_cached: int = 0
     tokens_replayed: int = 0
@@ -132,6 +147,28 @@ class EngineCounters:
         count_drafts(self.accepted_by_position, (accepted for accepted, _ in taken))
         return sum(drafts for _, drafts in taken)
 
+    def weights_changed(self, version: int) -> None:
+        """Drafts that are verified from here on are verified by weights of ``version``."""
+        counts = tuple(self.drafted_by_position), tuple(self.accepted_by_position)
+        # The counts of one update replace those of another between which nothing was drafted.
+        if self.weight_starts[-1][1:] == counts:
+            self.weight_starts.pop()
+        self.weight_starts.append(WeightStart(version, *counts))
+        del self.weight_starts[:-KEPT_VERSIONS]
+
+    @property
+    def drafts_by_version(self) -> dict[int, DraftCounts]:
+        """Drafts by place that the last weights have verified, by their version: the oldest first,
+        and none that has verified no draft."""
+        ends = [*(start[1:] for start in self.weight_starts[1:]),
+                (self.drafted_by_position, self.accepted_by_position)]  # fmt: skip
+        return {
+            start.version: DraftCounts(beyond(drafted, start.drafted),
+                                       beyond(accepted, start.accepted))
+            for start, (drafted, accepted) in zip(self.weight_starts, ends, strict=True)
+            if sum(drafted) > sum(start.drafted)
+        }  # fmt: skip
+
     @property
     def acceptance(self) -> list[float]:
         """The share of the drafts of each place that were accepted."""
@@ -153,13 +190,20 @@ class EngineCounters:
             self.stalls += event.change is Change.STALL
             self.evictions += event.change is Change.EVICT
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
+    def to_dict(self, first_version: int = 0) -> dict[str, Any]:
+        """Plain JSON types; weight versions are counted from ``first_version``."""
         values = dataclasses.asdict(self)
         values["not_overlapped"] = dict(self.not_overlapped)
         values["steps_by_window"] = {str(k): v for k, v in self.steps_by_window.items()}
         values["window_reasons"] = dict(self.window_reasons)
         values["guided_rows"] = dict(self.guided_rows)
+        del values["weight_starts"]
+        values["drafts_by_version"] = {
+            str(first_version + version): {
+                name: list(counts) for name, counts in of._asdict().items()
+            }
+            for version, of in self.drafts_by_version.items()
+        }
         return values
 
 
@@ -169,6 +213,12 @@ def count_drafts(counts: list[int], of_rows: Iterable[int]) -> None:
         counts += [0] * (drafts - len(counts))
         for place in range(drafts):
             counts[place] += 1
+
+
+def beyond(counts: Sequence[int], earlier: Sequence[int]) -> tuple[int, ...]:
+    """What has been added to ``earlier`` counts by place."""
+    before = [*earlier, *[0] * (len(counts) - len(earlier))]
+    return tuple(now - then for now, then in zip(counts, before, strict=True))
 
 
 def acceptance(accepted: Sequence[int], drafted: Sequence[int]) -> list[float]:

@@ -36,6 +36,7 @@ TAKEN = (
     "num_speculative_tokens",
     "speculative_method",
     "adaptive_speculation",
+    "speculative_draft_cost",
     "num_cuda_graphs",
     "enable_sampling_extras",
     "return_routed_experts",

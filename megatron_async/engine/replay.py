@@ -78,7 +78,7 @@ def _pace(config: EngineConfig) -> tuple[Any, ...]:
         return pace
     costs = config.testing.speculative_step_costs if config.adaptive_speculation else None
     drafts = config.num_speculative_tokens, config.speculative_method, config.draft_model
-    return (*pace, *drafts, config.adaptive_speculation, costs)
+    return (*pace, *drafts, config.adaptive_speculation, config.speculative_draft_cost, costs)
 
 
 def _is_reached(engine: DynamicInferenceEngine, applied: Applied, *, exact: bool) -> bool:

@@ -10,6 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_async.errors import IntegrityError, RequestError
+from megatron_async.request.drafts import (
+    DraftCounts,
+    DraftedRow,
+    DraftedRows,
+    counts_by_version,
+)
 from megatron_async.request.fields import (
     DEVICE_ENDS as DEVICE_ENDS,
 )
@@ -82,7 +88,8 @@ class DynamicInferenceRequest:
 
     ``routed_experts`` has, of an ended request that asked for it, the experts of each token that
     went through the model, which are all but the last one: int16 ``[tokens - 1, layers, top_k]``, a
-    numpy array, layers in the model's order and the likeliest expert first.
+    numpy array, layers in the model's order and the likeliest expert first. ``drafted_rows`` has
+    the rows that had drafts, in the order of the tokens; None while none had.
 
     Log-probabilities are None unless asked for. ``generated_log_probs`` has one for each generated
     token, ``prompt_log_probs`` one for each prompt token but the first, and ``prompt_token_ranks``
@@ -122,6 +129,7 @@ class DynamicInferenceRequest:
     kv_cache_epoch: list[tuple[int, int]] | None = None
     prompt_entropies: list[float] | None = None
     routed_experts: Any = None
+    drafted_rows: DraftedRows | None = None
 
     @property
     def generated_length(self) -> int:
@@ -177,6 +185,7 @@ class DynamicInferenceRequest:
             finish_reason=self.finish_reason,
             seed=self.seed,
             routed_experts=self.routed_experts,
+            drafted_rows=tuple(self.drafted_rows or ()),
         )
 
     # --- a record, as megatron-core's ---------------------------------------------------------
@@ -230,10 +239,12 @@ class Rollout:
     """A finished request for reinforcement learning. ``log_probs[i]`` is that of
     ``generated_tokens[i]``, which was sampled with the weights of the last of ``weight_spans`` that
     starts at or before i. :func:`megatron_async.request.rollouts.batch_of` makes tensors of
-    several. ``routed_experts`` are the request's, if it asked for them.
+    several. ``routed_experts`` are the request's, if it asked for them. ``drafted_rows`` are the
+    rows of it that had drafts.
 
     Raises:
-        IntegrityError: a token has no log-probability, no weight version, or no routed experts.
+        IntegrityError: a token has no log-probability, no weight version, or no routed experts; or
+            rows with drafts are of other tokens.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -244,6 +255,7 @@ class Rollout:
     finish_reason: FinishReason
     seed: int | None
     routed_experts: Any = field(default=None, compare=False)
+    drafted_rows: tuple[DraftedRow, ...] = ()
 
     def __post_init__(self) -> None:
         count = len(self.generated_tokens)
@@ -259,6 +271,11 @@ class Rollout:
             raise IntegrityError(f"{len(self.tokens)} tokens have routed experts of {len(routed)}")
         if count and (starts[:1] != [0] or starts != sorted(starts) or starts[-1] >= count):
             raise IntegrityError(f"{count} tokens have weight spans that start at {starts}")
+        end = 0
+        for row in self.drafted_rows:
+            if not end <= row.start < count - row.accepted or row.accepted > row.drafted:
+                raise IntegrityError(f"{count} tokens have {row} behind token {end - 1}")
+            end = row.start + row.accepted + 1
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -279,6 +296,11 @@ class Rollout:
             for span, end in zip(self.weight_spans, ends, strict=False)
             for _ in range(span.start, end)
         )
+
+    @property
+    def drafts_by_version(self) -> dict[int, DraftCounts]:
+        """Drafts of each place that were verified and accepted, by weight version."""
+        return counts_by_version(self.drafted_rows, self.weight_versions)
 
     @property
     def is_truncated(self) -> bool:

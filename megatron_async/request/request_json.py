@@ -10,6 +10,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from megatron_async.codec import from_plain, to_plain
 from megatron_async.errors import RequestError, error_named
+from megatron_async.request.drafts import DraftedRow, DraftedRows
 from megatron_async.request.fields import (
     DynamicInferenceEvent,
     DynamicInferenceEventType,
@@ -20,7 +21,7 @@ from megatron_async.request.fields import (
 from megatron_async.sampling_params import SamplingParams
 
 Request = TypeVar("Request")
-_LATER = ("policy_epoch", "kv_cache_epoch", "prompt_entropies", "routed_experts")
+_LATER = ("policy_epoch", "kv_cache_epoch", "prompt_entropies", "routed_experts", "drafted_rows")
 _TOPS = ("generated_top_n_logprobs", "prompt_top_n_logprobs")
 
 
@@ -43,6 +44,8 @@ def request_to_json(request: Any) -> dict[str, Any]:
         from megatron_async.request.routed_experts import packed_ids
 
         values["routed_experts"] = packed_ids(request.routed_experts)
+    if request.drafted_rows is not None:
+        values["drafted_rows"] = [list(row) for row in request.drafted_rows]
     for name in _LATER:
         if values[name] is None:  # earlier versions do not know it
             del values[name]
@@ -137,6 +140,13 @@ def _routed_experts(ids: Any) -> Any:
     return None if ids is None else unpacked_ids(ids)
 
 
+def _drafted_rows(rows: Any) -> DraftedRows | None:
+    try:
+        return None if rows is None else DraftedRows(from_plain(rows, list[DraftedRow]))
+    except OverflowError as error:
+        raise ValueError(str(error)) from error
+
+
 _FROM_JSON: dict[str, Callable[[Any], Any]] = {
     "prompt_tokens": lambda tokens: TokenIds(from_plain(tokens, list[int])),
     "sampling_params": SamplingParams.deserialize,
@@ -145,5 +155,6 @@ _FROM_JSON: dict[str, Callable[[Any], Any]] = {
     "events": lambda events: [_event(event) for event in events],
     **dict.fromkeys(_TOPS, _tops),
     "routed_experts": _routed_experts,
+    "drafted_rows": _drafted_rows,
 }
 """Fields whose JSON is not that of their types."""

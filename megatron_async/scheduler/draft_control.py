@@ -1,8 +1,9 @@
 """How many drafts are worth their step: the window of the next step, from what steps cost and how
 many drafts were accepted.
 
-The costs are constants of a run, measured when the engine was built. Acceptance is what committed
-tickets brought. So the windows of a run depend on commands and ticket numbers, as all else.
+The costs are constants of a run: given, or measured when the engine was built. Acceptance is what
+committed tickets brought since the last new weights. So the windows of a run depend on commands and
+ticket numbers, as all else.
 """
 
 from __future__ import annotations
@@ -57,6 +58,12 @@ class StepCosts:
         self._rows = sorted({rows for rows, _ in seconds})
         self._costs = [{window: seconds[rows, window] for window in windows} for rows in self._rows]
 
+    @classmethod
+    def constant(cls, draft: float, windows: tuple[int, ...]) -> StepCosts:
+        """Costs of which nothing is measured: each draft of a row adds the share ``draft`` of a
+        step without drafts, whatever the number of rows."""
+        return cls({(1, window): 1 + draft * (window - 1) for window in windows}, windows)
+
     def of(self, rows: int) -> dict[int, float]:
         """The costs by window of the smallest measured step that holds ``rows`` rows, or of the
         largest one."""
@@ -78,6 +85,12 @@ class DraftControl:
     def __init__(self, windows: tuple[int, ...], costs: StepCosts | None) -> None:
         self._windows = windows
         self._costs = costs
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget what is known of drafts, as at the start: those to come are made and verified by
+        new weights. All that rows want are tried at once."""
+        windows = self._windows
         drafts = windows[-1] - 1
         self._verified = [PRIOR_WEIGHT] * drafts
         self._accepted = [PRIOR * PRIOR_WEIGHT] * drafts
@@ -85,6 +98,8 @@ class DraftControl:
         self._pause = FIRST_PAUSE
         self._trial: int | None = None
         """First ticket of the next trial, or of this one; None while the window is the largest."""
+        self._has_faded = False
+        """This trial has made what was known count for less."""
 
     @property
     def acceptance(self) -> list[float]:
@@ -124,7 +139,8 @@ class DraftControl:
         if self._costs is None:
             return WindowChoice(largest, WindowReason.ALL_DRAFTS)
         if self._trial is not None and self._trial <= number < self._trial + TRIAL_TICKETS:
-            if number == self._trial:
+            if not self._has_faded:
+                self._has_faded = True
                 self._fade()
             return WindowChoice(largest, WindowReason.TRIAL)
         best = self._best(rows, largest, self._costs.of(rows.total()))
@@ -132,10 +148,10 @@ class DraftControl:
             self._trial, self._pause = None, FIRST_PAUSE
             return WindowChoice(best, WindowReason.ALL_DRAFTS)
         if self._trial is None:
-            self._trial = number + self._pause
+            self._trial, self._has_faded = number + self._pause, False
         elif number >= self._trial + TRIAL_TICKETS:
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
-            self._trial = number + self._pause
+            self._trial, self._has_faded = number + self._pause, False
         return WindowChoice(best, WindowReason.FEWER_PAY)
 
     def _best(self, rows: Mapping[int, int], largest: int, costs: Mapping[int, float]) -> int:

@@ -184,6 +184,10 @@ class Scheduler:
         sequence = self.table.sequences.get(key)
         return None if sequence is None or sequence.state is State.FINISHED else sequence
 
+    def weights_changed(self) -> None:
+        """Drafts to come are those of new weights: how many are right is not known."""
+        self._drafts.begin_anew()
+
     # --- what others may ask ------------------------------------------------------------------
 
     @property

@@ -14,6 +14,7 @@ from megatron_async.cli.options.values import asynchronous, graph_count, integer
 from megatron_async.config.engine_config import (
     DEFAULT_ASYNC_DEPTH,
     DEFAULT_RANK_TIMEOUT_SECONDS,
+    LEAST_DRAFT_COST,
     MAX_COUNT,
     MAX_DEPTH,
     MAX_RANKS,
@@ -248,6 +249,9 @@ def _add_drafting_options(add: Callable[..., Any]) -> None:
     add("--speculative-method", choices=SPECULATIVE_METHODS, default="mtp", help=said)
     said = "leave drafts out where they do not pay, by what steps cost at the start"
     add("--adaptive-speculation", action="store_true", help=said)
+    said = "what a draft adds to a step, as a share of a step without drafts, 0.05 to 1: with it "
+    said += "--adaptive-speculation measures nothing"
+    add("--speculative-draft-cost", type=number(LEAST_DRAFT_COST, 1), metavar="SHARE", help=said)
     said = "a model over the same vocabulary that drafts instead"
     add("--draft-model", metavar="tiny|PATH", help=said)
 
@@ -286,7 +290,10 @@ def engine_config(args: argparse.Namespace, depth: int, *, random_seed: int = 0)
     given = {name: getattr(args, name) for name in names}
     given |= {"inference_async_scheduling": None, "depth": depth, "random_seed": random_seed}
     if not given.get("num_speculative_tokens"):
-        for name, unset in (("adaptive_speculation", False), ("speculative_method", "mtp")):
+        for name, unset in (
+            ("adaptive_speculation", False), ("speculative_draft_cost", None),
+            ("speculative_method", "mtp"),
+        ):  # fmt: skip
             if given.get(name, unset) != unset:
                 raise ConfigError(
                     f"--{name.replace('_', '-')} drafts nothing without "

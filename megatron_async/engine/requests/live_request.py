@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_async.engine.requests.log_probs import start_log_probs
 from megatron_async.engine.requests.request_text import RequestText
 from megatron_async.errors import ModelOutputError
+from megatron_async.request.drafts import DraftedRows
 from megatron_async.request.request import (
     DynamicInferenceEventType,
     DynamicInferenceRequest,
@@ -95,6 +96,13 @@ class LiveRequest:
 
         self.routes = TokenRoutes()
 
+    def drafted(self, drafts: int, accepted: int) -> None:
+        """A row of ``drafts`` drafts is about to bring ``accepted`` of them behind its token."""
+        request = self.request
+        if request.drafted_rows is None:
+            request.drafted_rows = DraftedRows()
+        request.drafted_rows.add(len(request.generated_tokens), drafts, accepted)
+
     def restart(self) -> None:
         """Forget what has been generated."""
         request, counters = self.request, self.request.counters
@@ -110,6 +118,7 @@ class LiveRequest:
         start_log_probs(request)
         if self.routes is not None:
             self._start_routes()
+        request.drafted_rows = None
         self.start_text()
         self.version = None
         self.forced, self.forced_log_probs = request.sampling_params.forced_token_ids or (), []

@@ -279,9 +279,12 @@ class OutputProcessor:
         """Count the drafts of decode rows whose tokens are taken, each with its window."""
         for key, tokens, window in zip(keys, rows, windows, strict=False):
             if tokens:
-                counters = self._entries[key].request.counters
+                entry = self._entries[key]
+                counters = entry.request.counters
                 counters.drafted += window - 1
                 count_drafts(counters.accepted_by_position, (len(tokens) - 1,))
+                if window > 1:
+                    entry.drafted(window - 1, len(tokens) - 1)
 
     def abort(self, key: int) -> None:
         """End a request without a token."""

@@ -401,6 +401,7 @@ class DecodeLoop:
         self._scheduler.check_idle()
         self._scheduler.table.forget_prefixes()
         self.counters = EngineCounters()
+        self.counters.weights_changed(self._outputs.weight_version)
         self._logged_at = 0
         self._runner.wait_ns = 0
 
@@ -425,8 +426,10 @@ class DecodeLoop:
         if recompute_kv_cache:
             self._scheduler.evict_all()
         self._scheduler.table.forget_prefixes()
+        self._scheduler.weights_changed()
         self._publish_events()
         self._outputs.weight_version += 1
+        self.counters.weights_changed(self._outputs.weight_version)
 
     # --- what others may know -----------------------------------------------------------------
 

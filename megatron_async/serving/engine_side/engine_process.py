@@ -280,7 +280,7 @@ class EngineProcess:
                 "state_snapshots": len(snapshots),
                 "state_snapshots_most": snapshots.count,
             }
-        counters = self._engine.counters.to_dict()
+        counters = self._engine.counters.to_dict(self._requests.first_version)
         return Snapshot(time.time(), counters, gauges, self._stalls.stalled)
 
 

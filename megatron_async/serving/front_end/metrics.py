@@ -60,6 +60,17 @@ BY_POSITION = {
         "Draft tokens that were accepted, by their place in the window",
     ),
 }  # fmt: skip
+BY_VERSION = {
+    "drafted": (
+        "draft_tokens_per_pos_and_version",
+        "Draft tokens that the last weights have verified, by their place in the window",
+    ),
+    "accepted": (
+        "accepted_draft_tokens_per_pos_and_version",
+        "Draft tokens that the last weights have accepted, by their place in the window",
+    ),
+}
+"""Fields of ``drafts_by_version`` of ``EngineCounters.to_dict``."""
 
 SECONDS = {
     "step_ns": ("step_seconds", "Seconds in steps"),
@@ -271,6 +282,9 @@ class EngineCollector:
             yield self._by_reason(shown, said, counters.get(name, {}))
         for name, (shown, said) in BY_POSITION.items():
             yield self._by_position(shown, said, counters.get(name, ()))
+        of_versions = counters.get("drafts_by_version", {})
+        for name, (shown, said) in BY_VERSION.items():
+            yield self._by_version(shown, said, {v: of[name] for v, of in of_versions.items()})
         for name, (shown, said) in GAUGES.items():
             yield self._gauge(shown, said, gauges.get(name, 0))
         said = "Times that the engine took no step though requests waited for one"
@@ -291,6 +305,14 @@ class EngineCollector:
         family = CounterMetricFamily(f"{PREFIX}_{name}", said, labels=["model_name", "position"])
         for place, count in enumerate(counts):
             family.add_metric([self._model_name, str(place)], count)
+        return family
+
+    def _by_version(self, name: str, said: str, counts: Mapping[str, Sequence[int]]) -> Metric:
+        labels = ["model_name", "weight_version", "position"]
+        family = CounterMetricFamily(f"{PREFIX}_{name}", said, labels=labels)
+        for version, by_position in counts.items():
+            for place, count in enumerate(by_position):
+                family.add_metric([self._model_name, version, str(place)], count)
         return family
 
     def _counter(self, name: str, said: str, value: float) -> Metric:

@@ -1,0 +1,74 @@
+"""Drafts of a request's rows, by where they stood and by the weights that verified them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, overload
+
+
+class DraftedRow(NamedTuple):
+    """A row that had drafts, and that brought generated tokens from index ``start`` on.
+
+    ``drafted`` drafts were verified in it; the first ``accepted`` of them are the tokens behind
+    ``start``. The draft of place j, from 0, was for the token ``start`` + j.
+    """
+
+    start: int
+    drafted: int
+    accepted: int
+
+
+class DraftCounts(NamedTuple):
+    """How many drafts of each place in the window were verified, and how many were accepted; both
+    are of one length, and the first place is that of the first draft."""
+
+    drafted: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+
+class DraftedRows(Sequence[DraftedRow]):
+    """The rows with drafts of one request, in the order of their tokens; twelve bytes each."""
+
+    __slots__ = ("_words",)
+
+    def __init__(self, rows: Iterable[Sequence[int]] = ()) -> None:
+        self._words = array("I")
+        for row in rows:
+            self.add(*DraftedRow(*row))
+
+    def add(self, start: int, drafted: int, accepted: int) -> None:
+        """Keep one row more; see :class:`DraftedRow`."""
+        self._words.extend((start, drafted, accepted))
+
+    def __len__(self) -> int:
+        return len(self._words) // 3
+
+    @overload
+    def __getitem__(self, index: int) -> DraftedRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[DraftedRow]: ...
+    def __getitem__(self, index: int | slice) -> DraftedRow | list[DraftedRow]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(len(self))[index]]
+        at = 3 * range(len(self))[index]
+        return DraftedRow(*self._words[at : at + 3])
+
+
+def counts_by_version(
+    rows: Iterable[DraftedRow], versions: Sequence[int]
+) -> dict[int, DraftCounts]:
+    """Drafts of ``rows`` by place, by the version of the weights that verified them, the first one
+    first. ``versions`` has the version of each generated token; those of one row have the same."""
+    by_version: dict[int, list[DraftedRow]] = {}
+    for row in rows:
+        by_version.setdefault(versions[row.start], []).append(row)
+    return {version: _counts(of_version) for version, of_version in by_version.items()}
+
+
+def _counts(rows: Sequence[DraftedRow]) -> DraftCounts:
+    places = range(max(row.drafted for row in rows))
+    return DraftCounts(
+        tuple(sum(row.drafted > place for row in rows) for place in places),
+        tuple(sum(row.accepted > place for row in rows) for place in places),
+    )
