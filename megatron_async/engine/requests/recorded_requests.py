@@ -41,12 +41,20 @@ def check_recorded(commands: Iterable[Command], validator: Validator) -> None:
                 added[command.key] = command
             elif isinstance(command, UpdateSamplingParams):
                 before = params.get(command.key, SamplingParams())
-                params[command.key] = validator.changed(before, command.changes)
+                after = params[command.key] = validator.changed(before, command.changes)
+                _check_as_checked(command.changes, after)
         except (RequestError, TypeError, ValueError, OverflowError) as error:
             raise RequestError(
                 f"command {number} of the run, {type(command).__name__}, cannot be repeated: "
                 f"{error}"
             ) from None
+
+
+def _check_as_checked(changes: dict[str, Any], after: SamplingParams) -> None:
+    """What users may leave out, such as a temperature of None, no engine has recorded so."""
+    for name, value in changes.items():
+        if getattr(after, name) != value:
+            raise RequestError(f"{name}={shown(value)} is {shown(getattr(after, name))} in a run")
 
 
 def _check_numbers(command: Command) -> None:
