@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from megatron_async.checkpoint.huggingface.huggingface_weights import Targets
     from megatron_async.models.gpt import GPTModel
 
+logger = logging.getLogger(__name__)
+
+DRAFTING = "mtp."
+"""How the names of parameters of layers for multi-token prediction begin."""
 Shares = list[Target | None]
 """Where this rank's share of each tensor goes; None where it has none."""
 
@@ -156,6 +161,8 @@ class Names:
                 )
             shares.append(share)
         given = {info.name: each.view for info, each in zip(infos, shares, strict=True) if each}
+        if not all_parameters:
+            _say_what_drafts_as_before(self.model, list(given.values()))
         if self.theirs:
             if all_parameters and (missing := self.targets.keys() - {info.name for info in infos}):
                 raise _missing(min(missing))
@@ -258,13 +265,35 @@ def _check_given_once(targets: Mapping[str, Tensor]) -> None:
 
 def _check_complete(parameters: Mapping[str, Tensor], targets: list[Tensor]) -> None:
     """Raise unless ``targets``, parameters or views of them, are all of ``parameters``."""
+    if (name := next(_lacking(parameters, targets), None)) is not None:
+        raise _missing(name)
+
+
+def _lacking(parameters: Mapping[str, Tensor], targets: list[Tensor]) -> Iterator[str]:
+    """Those of ``parameters`` that ``targets`` are not all of."""
     sizes = {target.data_ptr(): target.numel() for target in targets}
     places = sorted(sizes)
     for name, parameter in parameters.items():
         first = bisect_left(places, parameter.data_ptr())
         end = bisect_left(places, parameter.data_ptr() + parameter.nbytes)
         if sum(sizes[place] for place in places[first:end]) != parameter.numel():
-            raise _missing(name)
+            yield name
+
+
+def _say_what_drafts_as_before(model: GPTModel, targets: list[Tensor]) -> None:
+    """Log where new weights have all but layers for multi-token prediction, as a trainer's do that
+    trains without these: they go on drafting what the old model would have said."""
+    parameters = dict(model.named_parameters())
+    drafting = {name: p for name, p in parameters.items() if name.startswith(DRAFTING)}
+    others = {name: p for name, p in parameters.items() if name not in drafting}
+    left = [*_lacking(drafting, targets)]
+    if left and next(_lacking(others, targets), None) is None:
+        logger.warning(
+            "the new weights lack %d parameters of the layers for multi-token prediction, such as "
+            "%s, which stay as they were: fewer of their drafts will be accepted",
+            len(left),
+            left[0],
+        )
 
 
 def _missing(name: str) -> CheckpointError:

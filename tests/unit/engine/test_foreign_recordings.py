@@ -129,6 +129,19 @@ def test_a_request_that_nobody_could_have_asked_is_refused_before_a_step(
         assert engine.counters.steps_launched == 0
 
 
+def test_a_change_of_parameters_that_no_engine_records_is_refused(tmp_path: Path) -> None:
+    """A user may say None for a default; a run has the default itself."""
+    path = tmp_path / "run.jsonl"
+    lines = recorded_lines(path)
+    at = next(
+        n for n, line in enumerate(lines) if '"temperature": 0.5' in line and "changes" in line
+    )
+    other = changed(json.loads(lines[at]), ("changes", "temperature"), None)
+    path.write_text("\n".join([*lines[:at], other, *lines[at + 1 :]]))
+    with pytest.raises(RequestError, match=r"temperature=None is 1[.]0 in a run"):
+        repeated(path)
+
+
 @pytest.mark.parametrize("step", (10**6, 2**40, 2**63 - 1))
 def test_a_step_that_is_far_away_is_reached_at_once(step: int, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"

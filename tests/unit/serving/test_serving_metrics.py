@@ -37,8 +37,10 @@ def test_the_engines_counters_and_gauges_are_those_of_the_last_snapshot() -> Non
     counters.not_overlapped["serial: depth 0"] = 3
     counters.guided_rows["the mask of one token"] = 5
     counters.verified([(1, 2, 3), (1,), (), (4, 5)], [3] * 4)
+    counters.weights_changed(1)
+    counters.verified([(1, 2)], [2])
     gauges = {"requests_running": 2, "requests_waiting": 1, "blocks_free": 25, "blocks_total": 100}
-    snapshots = [None, Snapshot(0.0, counters.to_dict(), gauges)]
+    snapshots = [None, Snapshot(0.0, counters.to_dict(first_version=7), gauges)]
     metrics = ServerMetrics("tiny", EngineCollector("tiny", lambda: snapshots[-1], lambda: False))
     values = values_of(metrics)
     assert values["generation_tokens_total", ""] == 41
@@ -47,7 +49,11 @@ def test_the_engines_counters_and_gauges_are_those_of_the_last_snapshot() -> Non
     assert values["guided_rows_total", "the mask of one token"] == 5
     drafts = [values[f"{name}_per_pos_total", place]
               for name in ("draft_tokens", "accepted_draft_tokens") for place in "01"]  # fmt: skip
-    assert drafts == [3, 3, 2, 1]
+    assert drafts == [4, 3, 3, 1]
+    by_version = [values[f"{name}_per_pos_and_version_total", label]
+                  for name in ("draft_tokens", "accepted_draft_tokens")
+                  for label in ("0,7", "1,7", "0,8")]  # fmt: skip
+    assert by_version == [3, 3, 1, 2, 1, 1]
     assert values["num_requests_running", ""] == 2
     assert values["kv_cache_usage_perc", ""] == 0.75
     assert values["engine_ready", ""] == 0
