@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 
 class DraftedRow(NamedTuple):
@@ -41,6 +41,13 @@ class DraftedRows(Sequence[DraftedRow]):
         """Keep one row more; see :class:`DraftedRow`."""
         self._words.extend((start, drafted, accepted))
 
+    def counts(self, start: int, end: int) -> DraftCounts:
+        """Drafts by place of the rows that began with generated tokens ``start`` to ``end`` - 1."""
+        import numpy as np
+
+        words = np.frombuffer(self._words, np.uintc).reshape(-1, 3)
+        return counts_of(words[(words[:, 0] >= start) & (words[:, 0] < end)])
+
     def __len__(self) -> int:
         return len(self._words) // 3
 
@@ -63,12 +70,17 @@ def counts_by_version(
     by_version: dict[int, list[DraftedRow]] = {}
     for row in rows:
         by_version.setdefault(versions[row.start], []).append(row)
-    return {version: _counts(of_version) for version, of_version in by_version.items()}
+    return {version: counts_of(of_version) for version, of_version in by_version.items()}
 
 
-def _counts(rows: Sequence[DraftedRow]) -> DraftCounts:
-    places = range(max(row.drafted for row in rows))
+def counts_of(rows: Any) -> DraftCounts:
+    """Drafts by place of ``rows``, integers [rows, 3] or several :class:`DraftedRow`."""
+    import numpy as np
+
+    words = np.asarray(rows).reshape(-1, 3)
+    drafted, accepted = words[:, 1], words[:, 2]
+    places = range(int(drafted.max(initial=0)))
     return DraftCounts(
-        tuple(sum(row.drafted > place for row in rows) for place in places),
-        tuple(sum(row.accepted > place for row in rows) for place in places),
+        tuple(int((drafted > place).sum()) for place in places),
+        tuple(int((accepted > place).sum()) for place in places),
     )

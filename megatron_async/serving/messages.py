@@ -273,11 +273,14 @@ TO_ENGINE: Codec[ToEngine] = Codec(ToEngine)
 
 
 class WeightVersion(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens ``start`` to ``end`` - 1 of a text were sampled by the weights of ``version``."""
+    """Tokens ``start`` to ``end`` - 1 of a text were sampled by the weights of ``version``, which
+    have verified ``drafted`` and ``accepted`` drafts, by their place in the window."""
 
     version: int
     start: int
     end: int
+    drafted: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
 
 
 class Output(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -370,10 +370,15 @@ class LiveRequests:
         return file.getvalue()
 
     def _weight_versions(self, record: DynamicInferenceRequest) -> list[WeightVersion]:
-        spans = record.weight_spans
+        spans, rows = record.weight_spans, record.drafted_rows
         ends = [*(span.start for span in spans[1:]), len(record.generated_tokens)]
         return [
-            WeightVersion(self.first_version + span.version, span.start, end)
+            WeightVersion(
+                self.first_version + span.version,
+                span.start,
+                end,
+                *(() if rows is None else rows.counts(span.start, end)),
+            )
             for span, end in zip(spans, ends, strict=False)
         ]
 

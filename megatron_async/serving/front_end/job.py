@@ -92,8 +92,13 @@ class Choice:
 
 
 def shown_weights(spans: Sequence[WeightVersion]) -> dict[str, Any]:
-    """What vLLM's answers say of the weights that sampled a text."""
-    return {"weight_versions": [msgspec.structs.asdict(span) for span in spans]}
+    """What vLLM's answers say of the weights that sampled a text; and where there were drafts, how
+    many of each place were verified and accepted."""
+    shown = [msgspec.structs.asdict(span) for span in spans]
+    for each in shown:
+        if not each["drafted"]:
+            del each["drafted"], each["accepted"]
+    return {"weight_versions": shown}
 
 
 def shown_experts(experts: bytes | None) -> dict[str, Any]:

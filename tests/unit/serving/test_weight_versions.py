@@ -95,3 +95,27 @@ def test_new_weights_begin_a_span(http: httpx.Client, folders: list[Path]) -> No
         old, new = end["weight_versions"]
         assert (old["version"], new["version"]) == (first, second)
         assert 0 == old["start"] < old["end"] == new["start"] < new["end"] == 500
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_spans_say_how_many_drafts_were_accepted(folders: list[Path], path: str) -> None:
+    """By place; what a request is told is what the metrics have of the same weights."""
+    config = config_at(
+        1, dtype="float32", max_requests=2, num_speculative_tokens=2, speculative_method="ngram"
+    )
+    engine = DynamicInferenceEngine.from_pretrained(folders[0], config)
+    with (
+        serving(engine, NoParent(), development=True, has_text=True) as url,
+        httpx.Client(base_url=url, timeout=PATIENCE_SECONDS) as client,
+    ):
+        update(client, folders[1])
+        asked = {**PATHS[path], **BODY, "temperature": 0}
+        asked |= {name: 40 for name in asked if name.startswith("max_")}
+        (end,) = ends_of(path, client.post(path, json=asked).raise_for_status(), False)
+        (span,) = end["weight_versions"]
+        assert (span["version"], span["start"], span["end"]) == (1, 0, 40)
+        assert len(span["drafted"]) == len(span["accepted"]) == 2
+        assert span["drafted"][0] >= span["accepted"][0] >= span["accepted"][1] > 0
+        counters = engine.counters.to_dict()["drafts_by_version"]["1"]
+        accepted = [*counters["accepted"], *[0] * (2 - len(counters["accepted"]))]
+        assert (span["drafted"], span["accepted"]) == (counters["drafted"], accepted)
