@@ -18,7 +18,7 @@ from megatron_async.step.plan import Plan
 Result = TypeVar("Result")
 
 KEPT_VERSIONS = 4
-"""So many of the last weight versions have counts of drafts of their own."""
+"""The last weight versions that have counts of drafts of their own."""
 
 
 class NotOverlapped(str, Enum):

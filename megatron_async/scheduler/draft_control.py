@@ -89,7 +89,7 @@ class DraftControl:
 
     def begin_anew(self) -> None:
         """Forget what is known of drafts, as at the start: those to come are made and verified by
-        new weights. All that rows want are tried at once."""
+        new weights."""
         windows = self._windows
         drafts = windows[-1] - 1
         self._verified = [PRIOR_WEIGHT] * drafts

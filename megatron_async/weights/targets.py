@@ -270,7 +270,7 @@ def _check_complete(parameters: Mapping[str, Tensor], targets: list[Tensor]) -> 
 
 
 def _lacking(parameters: Mapping[str, Tensor], targets: list[Tensor]) -> Iterator[str]:
-    """Those of ``parameters`` that ``targets`` are not all of."""
+    """The names of ``parameters`` that ``targets``, parameters or views, are not all of."""
     sizes = {target.data_ptr(): target.numel() for target in targets}
     places = sorted(sizes)
     for name, parameter in parameters.items():
