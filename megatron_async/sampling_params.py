@@ -106,6 +106,10 @@ class SamplingParams:
             the first token behind them; None for none.
         return_routed_experts: the record has the experts that each token went to; the engine has
             ``EngineConfig.return_routed_experts``.
+        prompt_hidden_states: layers behind which the hidden states of the prompt are wanted, as
+            Hugging Face counts them: 0 is the embedding, the last is behind the final norm, and
+            those below 0 count from the end. With log-probabilities of the prompt alone; None for
+            none.
         logits_processors: functions of (token ids so far, logits [vocabulary]) that return logits;
             each of their steps is a barrier. A recorded run that used them cannot be replayed.
     """
@@ -144,6 +148,7 @@ class SamplingParams:
     forced_token_ids: Sequence[int] | None = None
     logits_processors: Sequence[Callable[..., Any]] | None = None
     return_routed_experts: bool = False
+    prompt_hidden_states: Sequence[int] | None = None
     # Fields of megatron-core's releases; docs/megatron.md says what becomes of each.
     return_prompt_top_n_logprobs: InitVar[bool] = False
     detokenize_stop_sequence: InitVar[bool] = False
@@ -383,6 +388,8 @@ def _check_together(params: SamplingParams) -> None:
         )
     if params.forced_token_ids:
         _check_forced(params)
+    if params.prompt_hidden_states:
+        _check_hidden_states(params)
     if params.return_segments:
         raise RequestError("return_segments=True is not supported by this version; leave it out")
 
@@ -398,6 +405,23 @@ def _check_forced(params: SamplingParams) -> None:
             raise RequestError(
                 f"forced_token_ids do not go together with {name}={checks.shown(value)}; leave one "
                 "of them out"
+            )
+
+
+def _check_hidden_states(params: SamplingParams) -> None:
+    """Raises RequestError for what hidden states of the prompt do not go together with."""
+    asked = f"prompt_hidden_states={checks.shown(params.prompt_hidden_states)}"
+    if not params.wants_prompt_log_probs:
+        raise RequestError(
+            f"{asked} come with log-probabilities of the prompt: add return_log_probs=True, and no "
+            "skip_prompt_log_probs=True"
+        )
+    several = params.num_sequences > 1 and params.num_sequences
+    for name, value in (("forced_token_ids", params.forced_token_ids), ("n", several)):
+        if value:
+            raise RequestError(
+                f"{asked} does not go together with {name}={checks.shown(value)}; leave one of "
+                "them out"
             )
 
 
@@ -436,5 +460,6 @@ _CHECKS: dict[str, checks.Check] = {
     "forced_token_ids": checks.sequence_of_tokens,
     "logits_processors": checks.callables,
     "return_routed_experts": checks.flag,
+    "prompt_hidden_states": checks.layers,
 }
 """How each parameter is checked."""

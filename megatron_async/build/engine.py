@@ -86,6 +86,7 @@ def assemble(
         has_ranks=model.group is not None,
         filters_need_extras=spec.has_filters_in_extras,
         returns_routes=config.return_routed_experts,
+        hidden_state_count=model.network.hidden_state_count,
     )
     outputs = OutputProcessor(
         model.tokenizer,

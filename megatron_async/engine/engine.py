@@ -341,13 +341,22 @@ class DynamicInferenceEngine:
         each = prompts_with_params(prompts, sampling_params)
         return self._driver.generate(each)
 
-    def score(self, sequences: Iterable[Prompt], *, top_n: int = 0) -> list[Score]:
+    def score(
+        self,
+        sequences: Iterable[Prompt],
+        *,
+        top_n: int = 0,
+        hidden_states: Sequence[int] | None = None,
+    ) -> list[Score]:
         """What the model says of given tokens: log-probability, rank and entropy at each position.
         They are prefilled in the steps of all other requests, and wait for nothing else.
 
         Args:
             sequences: texts, or token ids, each of fewer tokens than a request may have.
             top_n: the most likely tokens of each position too, at most 20.
+            hidden_states: layers behind which the residual stream at each position is wanted too,
+                as Hugging Face counts them: 0 is the embedding, the last, or -1, is behind the
+                final norm.
 
         Raises:
             RequestError: a sequence cannot be scored; then none is.
@@ -358,6 +367,7 @@ class DynamicInferenceEngine:
         params = SamplingParams(
             temperature=0.0, num_tokens_to_generate=1, termination_id=-1, return_log_probs=True,
             top_n_logprobs=top_n, detokenize=False, num_speculative_tokens=0,
+            prompt_hidden_states=hidden_states,
         )  # fmt: skip
         requests = self.generate(sequences, params)
         for request in requests:

@@ -92,6 +92,8 @@ class GPTNetwork(Network):
         self.rotation_limit = self.model.rotary.limit if self.model.rotary is not None else None
         self.attention_window = _attention_window(self.model)
         self.mtp_layers = len(self.model.mtp.layers) if self.model.mtp_process else 0
+        if not self._has_stages:
+            self.hidden_state_count = 1 + len(self.model.decoder.layers)
         self._unwanted: str | None = None
         """Why no block shall be fused."""
         if batch_invariant:
@@ -317,6 +319,19 @@ class GPTNetwork(Network):
         if len(scopes) < 2:
             return scopes[0] if scopes else nullcontext()
         return _all_of(scopes)
+
+    @contextmanager
+    def handing_out_hidden_states(
+        self, layers: tuple[int, ...], take: Callable[[int, Tensor], None]
+    ) -> Iterator[None]:
+        from megatron_async.models.hidden_states import handing_out
+
+        last = self.hidden_state_count - 1
+        with handing_out(self.model, [layer for layer in layers if layer < last], take):
+            yield
+        if last in layers:
+            assert self.hidden_states is not None
+            take(last, self.hidden_states)
 
     def expert_layers(self) -> list[Any]:
         """Layers that choose experts, in the model's order, without those that draft."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from megatron_async.errors import CheckpointError
+from megatron_async.errors import CheckpointError, ConfigError
 from megatron_async.models.description.kv_cache_spec import KVCacheSpec
 from megatron_async.models.description.recurrent_state_spec import RecurrentStateSpec
 from megatron_async.models.parallel import ModelParallel
@@ -41,6 +42,7 @@ class Network(Protocol):
         drafts_itself: :meth:`make_drafter` makes what drafts.
         hidden_states: those of the tokens of the last :meth:`forward`, ``[T, hidden]`` after the
             final norm; None if it leaves none.
+        hidden_state_count: how many :meth:`handing_out_hidden_states` can hand out; 0 for none.
     """
 
     vocab_size: int
@@ -56,6 +58,7 @@ class Network(Protocol):
     mtp_layers: int = 0
     drafts_itself: bool = False
     hidden_states: Tensor | None = None
+    hidden_state_count: int = 0
 
     def forward(self, token_ids: Tensor, position_ids: Tensor, context: Any) -> Tensor:
         """Run the model once; nothing in it waits for the device.
@@ -103,6 +106,14 @@ class Network(Protocol):
         """What drafts, a :class:`~megatron_async.runner.drafter.Drafter`, if it
         ``drafts_itself``."""
         return None
+
+    def handing_out_hidden_states(
+        self, layers: tuple[int, ...], take: Callable[[int, Tensor], None]
+    ) -> AbstractContextManager[None]:
+        """The one :meth:`forward` of this thread meanwhile gives ``take`` its hidden states
+        ``[T, hidden]`` by number of ``layers``: 0 is the embedding, the last is behind the final
+        norm."""
+        raise ConfigError(f"a {type(self).__name__} hands out no hidden states")
 
     def expert_layers(self) -> list[Any]:
         """Layers that choose experts, in the model's order, without those that draft."""

@@ -23,6 +23,7 @@ MAX_TEXTS = 1024
 """Stop words of a request: they are looked for in all of its text."""
 MAX_TEXT_CHARACTERS = 65_536
 MAX_SALT_CHARACTERS = 1024
+MAX_LAYERS = 1024
 
 
 def as_integer(value: object) -> int | None:
@@ -135,6 +136,19 @@ def sequence_of_tokens(name: str, value: Any) -> tuple[int, ...] | None:
     """Token ids in their order; None for none."""
     token_ids(name, value)
     return None if not value else tuple(_token_id(name, token) for token in value)
+
+
+def layers(name: str, value: Any) -> tuple[int, ...] | None:
+    """Numbers of layers in their order, which may count from the end; None for none."""
+    if value is None:
+        return None
+    listed = value if isinstance(value, (list, tuple)) else [value]
+    numbers = tuple(as_integer(each) for each in listed[: MAX_LAYERS + 1])
+    if len(numbers) > MAX_LAYERS or any(n is None or abs(n) > MAX_LAYERS for n in numbers):
+        raise RequestError(
+            f"{name}={shown(value)} must be a list of at most {MAX_LAYERS} numbers of layers"
+        )
+    return tuple(number for number in numbers if number is not None) or None
 
 
 def _token_id(name: str, token: Any) -> int:

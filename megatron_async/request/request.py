@@ -90,6 +90,8 @@ class DynamicInferenceRequest:
     went through the model, which are all but the last one: int16 ``[tokens - 1, layers, top_k]``, a
     numpy array, layers in the model's order and the likeliest expert first. ``drafted_rows`` has
     the rows that had drafts, in the order of the tokens; None while none had.
+    ``prompt_hidden_states`` has, of an ended request that asked for them, those of its prompt: a
+    tensor ``[tokens, layers, hidden]`` on the CPU, in the model's dtype.
 
     Log-probabilities are None unless asked for. ``generated_log_probs`` has one for each generated
     token, ``prompt_log_probs`` one for each prompt token but the first, and ``prompt_token_ranks``
@@ -130,6 +132,7 @@ class DynamicInferenceRequest:
     prompt_entropies: list[float] | None = None
     routed_experts: Any = None
     drafted_rows: DraftedRows | None = None
+    prompt_hidden_states: Any = None
 
     @property
     def generated_length(self) -> int:

@@ -21,7 +21,8 @@ from megatron_async.request.fields import (
 from megatron_async.sampling_params import SamplingParams
 
 Request = TypeVar("Request")
-_LATER = ("policy_epoch", "kv_cache_epoch", "prompt_entropies", "routed_experts", "drafted_rows")
+_LATER = ("policy_epoch", "kv_cache_epoch", "prompt_entropies", "routed_experts", "drafted_rows",
+          "prompt_hidden_states")  # fmt: skip
 _TOPS = ("generated_top_n_logprobs", "prompt_top_n_logprobs")
 
 
@@ -44,6 +45,10 @@ def request_to_json(request: Any) -> dict[str, Any]:
         from megatron_async.request.routed_experts import packed_ids
 
         values["routed_experts"] = packed_ids(request.routed_experts)
+    if request.prompt_hidden_states is not None:
+        from megatron_async.request.hidden_states import packed_states
+
+        values["prompt_hidden_states"] = packed_states(request.prompt_hidden_states)
     if request.drafted_rows is not None:
         values["drafted_rows"] = [list(row) for row in request.drafted_rows]
     for name in _LATER:
@@ -140,6 +145,12 @@ def _routed_experts(ids: Any) -> Any:
     return None if ids is None else unpacked_ids(ids)
 
 
+def _hidden_states(states: Any) -> Any:
+    from megatron_async.request.hidden_states import unpacked_states
+
+    return None if states is None else unpacked_states(states)
+
+
 def _drafted_rows(rows: Any) -> DraftedRows | None:
     try:
         return None if rows is None else DraftedRows(from_plain(rows, list[DraftedRow]))
@@ -156,5 +167,6 @@ _FROM_JSON: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(_TOPS, _tops),
     "routed_experts": _routed_experts,
     "drafted_rows": _drafted_rows,
+    "prompt_hidden_states": _hidden_states,
 }
 """Fields whose JSON is not that of their types."""

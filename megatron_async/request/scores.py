@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_async.errors import IntegrityError
 from megatron_async.request.request import DynamicInferenceRequest
@@ -20,6 +21,8 @@ class Score:
         entropies: of the distributions, in nats.
         top: the most likely tokens with their log-probabilities, by token id, the most likely
             first; empty without ``top_n``.
+        hidden_states: of each token, the last one included, behind the layers that were asked for:
+            a tensor ``[tokens, layers, hidden]`` on the CPU, in the model's dtype; None without.
         weight_version: of the weights that the last position is of; where new ones came meanwhile,
             earlier positions may be of others.
     """
@@ -30,6 +33,7 @@ class Score:
     entropies: tuple[float, ...]
     top: tuple[dict[int, float], ...]
     weight_version: int
+    hidden_states: Any = field(default=None, compare=False)
 
     @classmethod
     def of(cls, request: DynamicInferenceRequest) -> Score:
@@ -42,6 +46,9 @@ class Score:
         entropies, count = request.prompt_entropies, len(request.prompt_tokens) - 1
         if any(each is None or len(each) != count for each in (log_probs, ranks, entropies)):
             raise IntegrityError(f"request {request.request_id} lacks some of {count} scores")
+        hidden = request.prompt_hidden_states
+        if request.sampling_params.prompt_hidden_states and len(hidden) != count + 1:
+            raise IntegrityError(f"request {request.request_id} lacks some hidden states")
         return cls(
             tokens=tuple(request.prompt_tokens),
             log_probs=tuple(log_probs or ()),
@@ -49,4 +56,5 @@ class Score:
             entropies=tuple(entropies or ()),
             top=tuple(request.prompt_top_n_logprobs or ()),
             weight_version=request.weight_spans[0].version,
+            hidden_states=hidden,
         )

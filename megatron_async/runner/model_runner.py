@@ -16,6 +16,7 @@ from megatron_async.models.network import Network
 from megatron_async.runner.cuda_graphs import StepGraphs, row_buckets, token_buckets
 from megatron_async.runner.drafter import Drafter
 from megatron_async.runner.extras_tables import ExtrasTables
+from megatron_async.runner.hidden_states import PromptHiddenStates
 from megatron_async.runner.masks import Mask, MaskRing
 from megatron_async.runner.memory.forward_batch import ForwardBatch
 from megatron_async.runner.prompt_log_probs import PromptLogProbs, PromptTargets
@@ -126,6 +127,9 @@ class ModelRunner:
             masks = MaskRing(entries, max_rows * windows[-1], model.vocab_size, on)
             self._extras = SamplingExtras(self._extras_tables(model.vocab_size), masks)
         self._prompt_log_probs = PromptLogProbs(entries, tokens[-1], on)
+        # Each rank of a layer has whole hidden states, and rank 0 alone is asked for them.
+        is_asked = model.parallel is None or model.parallel.rank == 0
+        self._hidden_states = PromptHiddenStates(entries) if is_asked else None
         self._routes: RoutedExperts | None = None
         if routed is not None:
             from megatron_async.runner.routed_experts import RoutedExperts
@@ -149,6 +153,7 @@ class ModelRunner:
             self._controls,
             self._results,
             self._prompt_log_probs,
+            self._hidden_states,
             self._extras,
             logits_dtype=model.logits_dtype or cache.spec.dtype,
             poison=poison,
@@ -319,7 +324,7 @@ class ModelRunner:
         if self._guided_drafts is not None:
             self._guided_drafts.leave(ticket.number)
         records = values.reshape(fields, rows)[:, : len(ticket.plan.rows.slots)]
-        log_probs = prompt_log_probs = None
+        log_probs = prompt_log_probs = hidden = None
         if extended:
             head = RECORD_HEAD + window
             log_probs = records[head:].T.reshape(-1, window, LOG_PROB_WORDS)
@@ -328,6 +333,8 @@ class ModelRunner:
             targets = _prompt_targets(ticket.plan)
             if targets is not None:
                 prompt_log_probs = self._prompt_log_probs.take(targets)
+                if self._hidden_states is not None:
+                    hidden = self._hidden_states.take(targets)
         routes = None
         if self._routes is not None:
             plan = ticket.plan
@@ -335,7 +342,8 @@ class ModelRunner:
             routes = self._routes.take(plan, window if is_decode else None)
         columns = records.tolist()
         tokens = list(zip(*columns[RECORD_HEAD:], strict=True))
-        return StepResult(columns[0], columns[1], tokens, log_probs, prompt_log_probs, routes)
+        heads = columns[0], columns[1]
+        return StepResult(*heads, tokens, log_probs, prompt_log_probs, routes, hidden)
 
     def lacks(self, ticket: Ticket) -> bool:
         """Whether the S of a ticket in flight has not been launched on this rank."""
@@ -445,7 +453,7 @@ class ModelRunner:
             self._batch.release()
         for name in (
             "_graphs", "_program", "_packets", "_controls", "_results", "_extras",
-            "_prompt_log_probs", "_drafter", "_guided_drafts", "_routes",
+            "_prompt_log_probs", "_hidden_states", "_drafter", "_guided_drafts", "_routes",
         ):  # fmt: skip
             setattr(self, name, None)
 
@@ -490,8 +498,9 @@ class ModelRunner:
 
 
 def _prompt_targets(plan: Plan) -> PromptTargets | None:
-    """The prompt tokens whose log-probabilities a plan asks for; None if it asks for none."""
+    """The prompt tokens whose log-probabilities or hidden states a plan asks for; None if it asks
+    for none."""
     for chunk in plan.prefills:
-        if chunk.targets:
+        if chunk.targets or chunk.layers:
             return PromptTargets.of(plan)
     return None

@@ -22,23 +22,31 @@ ROWS_AT_ONCE = 64
 
 class PromptTargets(NamedTuple):
     """Prompt tokens of the forward of ticket ``number``: the logits of its tokens ``tokens`` are
-    those of the prompt tokens ``ids``."""
+    those of the prompt tokens ``ids``. The hidden states of its tokens ``hidden`` are wanted behind
+    ``layers``, ascending."""
 
     number: int
     tokens: tuple[int, ...]
     ids: tuple[int, ...]
+    hidden: tuple[int, ...] = ()
+    layers: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, plan: Plan) -> PromptTargets:
         """The targets that a plan asks for."""
         tokens: list[int] = []
         ids: list[int] = []
+        hidden: list[int] = []
+        layers: set[int] = set()
         at = plan.decode_tokens
         for chunk in plan.prefills:
             tokens += range(at, at + len(chunk.targets))
             ids += chunk.targets
+            if chunk.layers:
+                hidden += range(at, at + len(chunk.tokens))
+                layers.update(chunk.layers)
             at += len(chunk.tokens)
-        return cls(plan.number, tuple(tokens), tuple(ids))
+        return cls(plan.number, tuple(tokens), tuple(ids), tuple(hidden), tuple(sorted(layers)))
 
 
 class PromptLogProbs:

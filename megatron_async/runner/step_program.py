@@ -20,6 +20,7 @@ from megatron_async.kernels.attention.e4m3_cache import E4M3, NAN
 from megatron_async.models.network import Network
 from megatron_async.models.parallel import ModelParallel
 from megatron_async.runner.drafter import Drafter, MixedTokens, SampledRows
+from megatron_async.runner.hidden_states import PromptHiddenStates
 from megatron_async.runner.memory.attention_metadata import AttentionMetadata, metadata_of_mixed
 from megatron_async.runner.memory.forward_batch import ForwardBatch
 from megatron_async.runner.memory.recurrent_states import RecurrentStates, StepStates
@@ -67,6 +68,7 @@ class StepProgram:
         controls: PacketRing,
         results: ResultRing,
         prompt_log_probs: PromptLogProbs,
+        hidden_states: PromptHiddenStates | None,
         extras: SamplingExtras | None,
         *,
         logits_dtype: torch.dtype,
@@ -84,6 +86,7 @@ class StepProgram:
         self._packets = packets
         self._controls = controls
         self._prompt_log_probs = prompt_log_probs
+        self._prompt_hidden_states = hidden_states
         self._drafter = drafter
         self._poison = poison
         on = device.torch_device
@@ -340,11 +343,11 @@ class StepProgram:
     ) -> None:
         """A forward that gives logits of the ``targets`` besides those of its rows."""
         assert metadata.last_token_index is not None
-        index = torch.tensor(targets.tokens, pin_memory=ids.is_cuda)
+        index = torch.tensor(targets.tokens, dtype=torch.int64, pin_memory=ids.is_cuda)
         index = index.to(ids.device, non_blocking=True)
         index = torch.cat([metadata.last_token_index, index])
         self._batch.begin(metadata._replace(last_token_index=index))
-        with self._routes_left():
+        with self._routes_left(), self._hidden_states_left(targets):
             logits = self._model.forward(ids, positions, self._batch)
         count = len(pending)
         pending.copy_(logits[:count])
@@ -416,6 +419,12 @@ class StepProgram:
         return (
             nullcontext() if self._routes is None else self._routes.left(self._batch.slot_mapping)
         )
+
+    def _hidden_states_left(self, targets: PromptTargets) -> AbstractContextManager[None]:
+        """The forward meanwhile leaves hidden states of prompts, if this rank hands some out."""
+        if self._prompt_hidden_states is None:
+            return nullcontext()
+        return self._prompt_hidden_states.left(self._model, targets)
 
     def poison_blocks(self, blocks: list[int]) -> None:
         """Fill freed KV blocks with garbage."""

@@ -86,10 +86,13 @@ class PromptPlanner:
                 break
             last = end == sequence.prefill_end
             targets: tuple[int, ...] = ()
+            layers: tuple[int, ...] = ()
             if end > sequence.prompt_log_probs:
                 targets = tuple(sequence.tokens[start + 1 : min(end + 1, sequence.prompt_length)])
+                layers = sequence.hidden_layers
             tokens = tuple(sequence.tokens[start:end])
-            work.prefills.append(PrefillChunk(row, sequence.slot, start, tokens, last, targets))
+            chunk = PrefillChunk(row, sequence.slot, start, tokens, last, targets, layers)
+            work.prefills.append(chunk)
             sequence.prefilled = sequence.kv_bound = end
             sequence.last_ticket = number
             launched.append(sequence)

@@ -65,6 +65,7 @@ class Sequence:
         "fork_of",
         "freed",
         "held",
+        "hidden_layers",
         "key",
         "kv_bound",
         "last_ticket",
@@ -106,6 +107,7 @@ class Sequence:
         watched: bool = False,
         fork_of: int | None = None,
         cache_salt: str | None = None,
+        hidden_layers: tuple[int, ...] = (),
     ) -> None:
         self.key = key
         self.priority_key = (0, key)
@@ -122,7 +124,11 @@ class Sequence:
         self.extras = extras
         self.wants_prompt_log_probs = prompt_log_probs
         self.prompt_log_probs = 0 if prompt_log_probs else NO_PROMPT_LOG_PROBS
-        """Prompt tokens before which all log-probabilities that are wanted have been taken."""
+        """Prompt tokens before which all log-probabilities and hidden states that are wanted have
+        been taken."""
+        self.hidden_layers = hidden_layers
+        """Layers behind which the hidden states of its prompt are wanted, which go together with
+        log-probabilities."""
         self.watched = watched
         self.window = 1
         """Tokens that a row of it may bring, where the step's window holds them."""

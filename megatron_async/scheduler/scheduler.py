@@ -463,14 +463,17 @@ class Scheduler:
             rows = words[at : at + len(chunk.targets)]
             at += len(chunk.targets)
             key = plan.rows.keys[chunk.row]
-            if not len(rows) or plan.rows.epochs[chunk.row] != self.table.slots.epochs[chunk.slot]:
+            covered = len(chunk.tokens) if chunk.layers else len(rows)
+            if not covered or plan.rows.epochs[chunk.row] != self.table.slots.epochs[chunk.slot]:
                 continue
             sequence = self.table.sequences[key]
-            done = chunk.start + len(rows)
-            if done >= sequence.prompt_length - 1:
+            done = chunk.start + covered
+            # The last token has a hidden state, and no token behind it.
+            if done >= sequence.prompt_length - (not chunk.layers):
                 done = NO_PROMPT_LOG_PROBS
             sequence.prompt_log_probs = max(sequence.prompt_log_probs, done)
-            taken[key] = (chunk.start + 1, rows)
+            if len(rows):
+                taken[key] = (chunk.start + 1, rows)
         return taken
 
     def _cut(self, sequence: Sequence, window: tuple[int, ...], bound: int) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ class PrefillChunk(NamedTuple):
 
     ``samples`` is true for the chunk that ends the prompt: only its logits are sampled.
     ``targets`` are the prompt tokens that follow the chunk's first ones, where their
-    log-probabilities are wanted.
+    log-probabilities are wanted. Behind ``layers`` the hidden states of its tokens are wanted.
     """
 
     row: int
@@ -35,6 +35,12 @@ class PrefillChunk(NamedTuple):
     tokens: tuple[int, ...]
     samples: bool
     targets: tuple[int, ...] = ()
+    layers: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        """As before there were layers, where there are none: recorded runs have its checksum."""
+        shown = zip(self._fields, self[: None if self.layers else -1], strict=False)
+        return f"PrefillChunk({', '.join(f'{name}={value!r}' for name, value in shown)})"
 
 
 class Admission(NamedTuple):

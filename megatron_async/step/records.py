@@ -52,12 +52,26 @@ class Routes(NamedTuple):
     prefixes: dict[int, RoutedIds]
 
 
+class HiddenStates(NamedTuple):
+    """Hidden states of the tokens of a plan's chunks that have ``layers``, one chunk behind the
+    other.
+
+    Args:
+        rows: a tensor [tokens, layers, hidden] on the CPU, in the model's dtype.
+        layers: of all these chunks, ascending.
+    """
+
+    rows: Any
+    layers: tuple[int, ...]
+
+
 class StepResult(NamedTuple):
     """The records of a ticket's rows, padding left out. ``tokens[i]`` has the whole window of row
     i, of which the first ``counts[i]`` count; 0 for a row that had ended before or was not
     sampled. ``log_probs`` is [rows, window, LOG_PROB_WORDS] after an extended S. Those of the
     plan's prompt targets are ``prompt_log_probs`` [targets, PROMPT_LOG_PROB_WORDS], in the chunks'
-    order. ``routes`` are there in engines that hand out the experts of tokens.
+    order. ``routes`` are there in engines that hand out the experts of tokens, and
+    ``hidden_states`` where the plan asks for some.
     """
 
     counts: list[int]
@@ -66,3 +80,4 @@ class StepResult(NamedTuple):
     log_probs: LogProbs | None = None
     prompt_log_probs: LogProbs | None = None
     routes: Routes | None = None
+    hidden_states: HiddenStates | None = None

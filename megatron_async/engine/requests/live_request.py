@@ -23,6 +23,7 @@ from megatron_async.sampling_params import LIMITING
 from megatron_async.scheduler.events import Change
 
 if TYPE_CHECKING:
+    from megatron_async.request.hidden_states import PromptRows
     from megatron_async.request.routed_experts import TokenRoutes
 
 logger = logging.getLogger(__name__)
@@ -58,8 +59,8 @@ class LiveRequest:
     """
 
     __slots__ = (
-        "_tokenizer", "forced", "forced_log_probs", "future", "last_time", "request", "routes",
-        "started", "stop_ids", "text", "version",
+        "_tokenizer", "forced", "forced_log_probs", "future", "hidden", "last_time", "request",
+        "routes", "started", "stop_ids", "text", "version",
     )  # fmt: skip
 
     text: RequestText
@@ -82,6 +83,10 @@ class LiveRequest:
         """The experts of its tokens, if it asks for them."""
         if request.sampling_params.return_routed_experts:
             self._start_routes()
+        self.hidden: PromptRows | None = None
+        """The hidden states of its prompt, if it asks for them."""
+        if request.sampling_params.prompt_hidden_states:
+            self._start_hidden()
         self._tokenizer = tokenizer
         if request.sampling_params.stop_words:
             self.start_text()
@@ -103,6 +108,11 @@ class LiveRequest:
             request.drafted_rows = DraftedRows()
         request.drafted_rows.add(len(request.generated_tokens), drafts, accepted)
 
+    def _start_hidden(self) -> None:
+        from megatron_async.request.hidden_states import PromptRows
+
+        self.hidden = PromptRows(len(self.request.prompt_tokens))
+
     def restart(self) -> None:
         """Forget what has been generated."""
         request, counters = self.request, self.request.counters
@@ -118,6 +128,8 @@ class LiveRequest:
         start_log_probs(request)
         if self.routes is not None:
             self._start_routes()
+        if self.hidden is not None:
+            self._start_hidden()
         request.drafted_rows = None
         self.start_text()
         self.version = None
@@ -174,6 +186,8 @@ class LiveRequest:
         if self.routes is not None:
             length = len(request.prompt_tokens) + len(request.generated_tokens)
             request.routed_experts = self.routes.until(length - 1)
+        if self.hidden is not None:
+            request.prompt_hidden_states = self.hidden.joined()
         request.finish_reason = reason
         request.status = STATUS_OF[reason]
         request.latency = now - self.started

@@ -39,7 +39,7 @@ from megatron_async.request.request import (
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.scheduler.events import Commit, Event
 from megatron_async.step.plan import Plan
-from megatron_async.step.records import Routes
+from megatron_async.step.records import HiddenStates, Routes
 
 
 class TokenOutput(NamedTuple):
@@ -272,6 +272,15 @@ class OutputProcessor:
             if chunk.row in routes.prefixes:
                 of_chunk.put(0, routes.prefixes[chunk.row])
             of_chunk.put(chunk.start, ids[first : first + len(chunk.tokens)])
+
+    def take_hidden_states(self, plan: Plan, found: HiddenStates) -> None:
+        """Keep the hidden states of a step's chunks, ahead of :meth:`commit`."""
+        from megatron_async.request.hidden_states import rows_of_chunks
+
+        for key, start, rows in rows_of_chunks(plan, found):
+            entry = self._entries[key] if self.is_live(key) else None
+            if entry is not None and entry.hidden is not None:
+                entry.hidden.put(start, rows)
 
     def verified(
         self, keys: Sequence[int], rows: Sequence[tuple[int, ...]], windows: Sequence[int]

@@ -254,6 +254,8 @@ class DecodeLoop:
         self.counters.committed(report)
         if result.routes is not None:
             self._outputs.take_routes(ticket.plan, commit, result.routes)
+        if result.hidden_states is not None:
+            self._outputs.take_hidden_states(ticket.plan, result.hidden_states)
         self._output(commit, report)
         self._publish_events()
         for on_commit in self._observers.on_commit:
@@ -359,6 +361,7 @@ class DecodeLoop:
             watched=command.key in self._outputs.ends.watchers,
             fork_of=command.fork_of,
             cache_salt=command.params["cache_salt"],
+            hidden_layers=self._validator.layers_of(command.params["prompt_hidden_states"]),
         )
 
     def suspend(self) -> None:
