@@ -180,6 +180,9 @@ def case(engine: DynamicInferenceEngine, folder: Path, model: str, *, alone: boo
         found["mtp"] = drafted(engine)
     elif not alone:
         found["refused drafts"] = refused(lambda: drafted(engine))
+    if engine.model.network.hidden_state_count:
+        (score,) = engine.score([PROMPTS[1]], hidden_states=(0, 1, -1))
+        found["hidden states"] = score.hidden_states.double().flatten().tolist()[::7]
     if not alone and not ON_GPUS:
         processors = SamplingParams(logits_processors=[lambda tokens, logits: logits])
         sizes = config_at(1, tensor_model_parallel_size=4)
@@ -188,6 +191,7 @@ def case(engine: DynamicInferenceEngine, folder: Path, model: str, *, alone: boo
             "sizes": refused(lambda: engine.with_config(sizes)),
             "state dict": refused(lambda: engine.update_weights({})),
             "wrong weights": refused(lambda: engine.update_weights(folder / "wrong")),
+            "hidden states": refused(lambda: engine.score(["x"], hidden_states=(0,))),
             "two at once": refused(lambda: step_both(engine)),
         }
     if model == "dense" and not ON_GPUS:

@@ -118,6 +118,18 @@ def test_log_probabilities_and_structure_are_those_of_one_rank(
 
 
 @pytest.mark.parametrize(("model", "sizes"), CASES)
+def test_hidden_states_are_those_of_one_rank_where_it_has_all_layers(
+    model: str, sizes: str, found: dict[tuple[str, str], Found]
+) -> None:
+    several, alone = found[model, sizes], found[model, ALONE]["hidden states"]
+    if sizes.split(",")[1] == "1":
+        assert several["hidden states"] == pytest.approx(alone, abs=2e-4) and max(alone) > 1
+        assert several["refused"]["hidden states"] == "nothing"
+    else:
+        assert "all of whose layers are on rank 0" in several["refused"]["hidden states"]
+
+
+@pytest.mark.parametrize(("model", "sizes"), CASES)
 def test_a_run_of_one_rank_is_repeated_plan_by_plan(
     model: str, sizes: str, found: dict[tuple[str, str], Found]
 ) -> None:
