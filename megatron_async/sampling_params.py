@@ -260,7 +260,10 @@ class SamplingParams:
     def serialize(self) -> dict[str, Any]:
         """All fields in plain JSON types. Functions are given by name, for people to read: what
         :meth:`deserialize` makes of them is not valid."""
-        return {f.name: checks.plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        values = {f.name: checks.plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        if values["prompt_hidden_states"] is None:  # earlier versions do not know it
+            del values["prompt_hidden_states"]
+        return values
 
     @classmethod
     def deserialize(cls, data: dict[str, Any]) -> SamplingParams:

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
-from megatron_async.request.drafts import DraftCounts
-from megatron_async.request.request import StepReport
+from megatron_async.request.request import DraftCounts, StepReport
 from megatron_async.scheduler.events import Change, Event
 from megatron_async.step.plan import Plan
 

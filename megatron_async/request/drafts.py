@@ -4,27 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
-
-class DraftedRow(NamedTuple):
-    """A row that had drafts, and that brought generated tokens from index ``start`` on.
-
-    ``drafted`` drafts were verified in it; the first ``accepted`` of them are the tokens behind
-    ``start``. The draft of place j, from 0, was for the token ``start`` + j.
-    """
-
-    start: int
-    drafted: int
-    accepted: int
-
-
-class DraftCounts(NamedTuple):
-    """How many drafts of each place in the window were verified, and how many were accepted; both
-    are of one length, and the first place is that of the first draft."""
-
-    drafted: tuple[int, ...]
-    accepted: tuple[int, ...]
+from megatron_async.request.fields import DraftCounts, DraftedRow
 
 
 class DraftedRows(Sequence[DraftedRow]):

@@ -99,6 +99,26 @@ class WeightSpan(NamedTuple):
     version: int
 
 
+class DraftedRow(NamedTuple):
+    """A row that had drafts, and that brought generated tokens from index ``start`` on.
+
+    ``drafted`` drafts were verified in it; the first ``accepted`` of them are the tokens behind
+    ``start``. The draft of place j, from 0, was for the token ``start`` + j.
+    """
+
+    start: int
+    drafted: int
+    accepted: int
+
+
+class DraftCounts(NamedTuple):
+    """How many drafts of each place in the window were verified, and how many were accepted; both
+    are of one length, and the first place is that of the first draft."""
+
+    drafted: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+
 class SamplingSpan(NamedTuple):
     """Tokens of steps from ``ticket`` on were sampled with ``params``."""
 

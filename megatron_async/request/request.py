@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_async.errors import IntegrityError, RequestError
-from megatron_async.request.drafts import (
-    DraftCounts,
-    DraftedRow,
-    DraftedRows,
-    counts_by_version,
-)
 from megatron_async.request.fields import (
     DEVICE_ENDS as DEVICE_ENDS,
+)
+from megatron_async.request.fields import (
+    DraftCounts as DraftCounts,
+)
+from megatron_async.request.fields import (
+    DraftedRow as DraftedRow,
 )
 from megatron_async.request.fields import (
     DynamicInferenceEvent as DynamicInferenceEvent,
@@ -131,7 +131,7 @@ class DynamicInferenceRequest:
     kv_cache_epoch: list[tuple[int, int]] | None = None
     prompt_entropies: list[float] | None = None
     routed_experts: Any = None
-    drafted_rows: DraftedRows | None = None
+    drafted_rows: Any = None
     prompt_hidden_states: Any = None
 
     @property
@@ -303,6 +303,8 @@ class Rollout:
     @property
     def drafts_by_version(self) -> dict[int, DraftCounts]:
         """Drafts of each place that were verified and accepted, by weight version."""
+        from megatron_async.request.drafts import counts_by_version
+
         return counts_by_version(self.drafted_rows, self.weight_versions)
 
     @property

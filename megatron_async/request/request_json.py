@@ -10,7 +10,6 @@ from typing import Any, TypeVar, get_type_hints
 
 from megatron_async.codec import from_plain, to_plain
 from megatron_async.errors import RequestError, error_named
-from megatron_async.request.drafts import DraftedRow, DraftedRows
 from megatron_async.request.fields import (
     DynamicInferenceEvent,
     DynamicInferenceEventType,
@@ -151,7 +150,9 @@ def _hidden_states(states: Any) -> Any:
     return None if states is None else unpacked_states(states)
 
 
-def _drafted_rows(rows: Any) -> DraftedRows | None:
+def _drafted_rows(rows: Any) -> Any:
+    from megatron_async.request.drafts import DraftedRow, DraftedRows
+
     try:
         return None if rows is None else DraftedRows(from_plain(rows, list[DraftedRow]))
     except OverflowError as error:

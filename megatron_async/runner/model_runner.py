@@ -16,7 +16,6 @@ from megatron_async.models.network import Network
 from megatron_async.runner.cuda_graphs import StepGraphs, row_buckets, token_buckets
 from megatron_async.runner.drafter import Drafter
 from megatron_async.runner.extras_tables import ExtrasTables
-from megatron_async.runner.hidden_states import PromptHiddenStates
 from megatron_async.runner.masks import Mask, MaskRing
 from megatron_async.runner.memory.forward_batch import ForwardBatch
 from megatron_async.runner.prompt_log_probs import PromptLogProbs, PromptTargets
@@ -30,6 +29,7 @@ from megatron_async.step.records import RECORD_HEAD, StepResult, record_width
 if TYPE_CHECKING:
     from megatron_async.models.moe.routed import RoutedLayers
     from megatron_async.runner.guided_drafts import GuidedDrafts
+    from megatron_async.runner.hidden_states import PromptHiddenStates
     from megatron_async.runner.routed_experts import RoutedExperts
 
 logger = logging.getLogger(__name__)
@@ -127,9 +127,10 @@ class ModelRunner:
             masks = MaskRing(entries, max_rows * windows[-1], model.vocab_size, on)
             self._extras = SamplingExtras(self._extras_tables(model.vocab_size), masks)
         self._prompt_log_probs = PromptLogProbs(entries, tokens[-1], on)
-        # Each rank of a layer has whole hidden states, and rank 0 alone is asked for them.
-        is_asked = model.parallel is None or model.parallel.rank == 0
-        self._hidden_states = PromptHiddenStates(entries) if is_asked else None
+        self._hidden_states: PromptHiddenStates | None = None
+        self._ring_entries = entries
+        self._hands_out = model.parallel is None or model.parallel.rank == 0
+        """Each rank of a layer has whole hidden states, of which rank 0 hands out its own."""
         self._routes: RoutedExperts | None = None
         if routed is not None:
             from megatron_async.runner.routed_experts import RoutedExperts
@@ -153,7 +154,6 @@ class ModelRunner:
             self._controls,
             self._results,
             self._prompt_log_probs,
-            self._hidden_states,
             self._extras,
             logits_dtype=model.logits_dtype or cache.spec.dtype,
             poison=poison,
@@ -292,7 +292,10 @@ class ModelRunner:
             if is_decode:
                 graphs.forward(rows, plan.window).replay()
             else:
-                graphs.launch_mixed(shape, _prompt_targets(plan))
+                targets = _prompt_targets(plan)
+                if targets is not None and targets.layers and self._hidden_states is None:
+                    self._start_hidden_states()
+                graphs.launch_mixed(shape, targets)
         if self._routes is not None:
             self._routes.publish(plan.number, shape.tokens)
         if plan.snapshots:
@@ -302,6 +305,13 @@ class ModelRunner:
         unsampled.append(ticket)
         self._launched = plan.number + 1
         return ticket
+
+    def _start_hidden_states(self) -> None:
+        from megatron_async.runner.hidden_states import PromptHiddenStates
+
+        if self._hands_out:
+            self._hidden_states = PromptHiddenStates(self._ring_entries)
+            self._program.prompt_hidden_states = self._hidden_states
 
     def _due(self, plan: Plan) -> int:
         """How many tickets are to be taken ahead of a launch, by a stage that is before others."""

@@ -20,7 +20,6 @@ from megatron_async.kernels.attention.e4m3_cache import E4M3, NAN
 from megatron_async.models.network import Network
 from megatron_async.models.parallel import ModelParallel
 from megatron_async.runner.drafter import Drafter, MixedTokens, SampledRows
-from megatron_async.runner.hidden_states import PromptHiddenStates
 from megatron_async.runner.memory.attention_metadata import AttentionMetadata, metadata_of_mixed
 from megatron_async.runner.memory.forward_batch import ForwardBatch
 from megatron_async.runner.memory.recurrent_states import RecurrentStates, StepStates
@@ -33,6 +32,7 @@ from megatron_async.step.slot_fields import Source
 
 if TYPE_CHECKING:
     from megatron_async.kernels.sampling.step_kernels import StepKernels
+    from megatron_async.runner.hidden_states import PromptHiddenStates
     from megatron_async.runner.routed_experts import RoutedExperts
 
 
@@ -68,7 +68,6 @@ class StepProgram:
         controls: PacketRing,
         results: ResultRing,
         prompt_log_probs: PromptLogProbs,
-        hidden_states: PromptHiddenStates | None,
         extras: SamplingExtras | None,
         *,
         logits_dtype: torch.dtype,
@@ -86,7 +85,8 @@ class StepProgram:
         self._packets = packets
         self._controls = controls
         self._prompt_log_probs = prompt_log_probs
-        self._prompt_hidden_states = hidden_states
+        self.prompt_hidden_states: PromptHiddenStates | None = None
+        """Where forwards leave the hidden states of prompts, from when some are asked for."""
         self._drafter = drafter
         self._poison = poison
         on = device.torch_device
@@ -422,9 +422,9 @@ class StepProgram:
 
     def _hidden_states_left(self, targets: PromptTargets) -> AbstractContextManager[None]:
         """The forward meanwhile leaves hidden states of prompts, if this rank hands some out."""
-        if self._prompt_hidden_states is None:
+        if self.prompt_hidden_states is None:
             return nullcontext()
-        return self._prompt_hidden_states.left(self._model, targets)
+        return self.prompt_hidden_states.left(self._model, targets)
 
     def poison_blocks(self, blocks: list[int]) -> None:
         """Fill freed KV blocks with garbage."""

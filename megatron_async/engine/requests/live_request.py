@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from megatron_async.engine.requests.log_probs import start_log_probs
 from megatron_async.engine.requests.request_text import RequestText
 from megatron_async.errors import ModelOutputError
-from megatron_async.request.drafts import DraftedRows
 from megatron_async.request.request import (
     DynamicInferenceEventType,
     DynamicInferenceRequest,
@@ -105,6 +104,8 @@ class LiveRequest:
         """A row of ``drafts`` drafts is about to bring ``accepted`` of them behind its token."""
         request = self.request
         if request.drafted_rows is None:
+            from megatron_async.request.drafts import DraftedRows
+
             request.drafted_rows = DraftedRows()
         request.drafted_rows.add(len(request.generated_tokens), drafts, accepted)
 

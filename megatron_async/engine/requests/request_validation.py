@@ -112,7 +112,8 @@ class RequestValidator:
             )
         if params.return_routed_experts:
             self._check_routes()
-        self.layers_of(params.prompt_hidden_states)
+        if params.prompt_hidden_states:
+            self.layers_of(params.prompt_hidden_states)
         number = as_integer(priority)
         most = INTEGERS["priority"].high or 0
         if number is None or abs(number) > most:
@@ -157,25 +158,25 @@ class RequestValidator:
                 "--enable-return-routed-experts"
             )
 
-    def layers_of(self, asked: Sequence[int] | None) -> tuple[int, ...]:
+    def layers_of(self, asked: Sequence[int]) -> tuple[int, ...]:
         """Layers behind which hidden states are asked for, counted from 0.
 
         Raises:
             RequestError: the model has no such layer, or hands out none.
         """
         count = self._hidden_state_count
-        if asked and not count:
+        if not count:
             raise RequestError(
                 f"prompt_hidden_states={shown(asked)} needs a GPT or hybrid model all of whose "
                 "layers are on rank 0: leave it out, or pipeline_model_parallel_size"
             )
-        for layer in asked or ():
+        for layer in asked:
             if not -count <= layer < count:
                 raise RequestError(
                     f"prompt_hidden_states has {layer}; the model has hidden states 0 to "
                     f"{count - 1}, or from -{count} to -1"
                 )
-        return tuple(layer % count for layer in asked or ())
+        return tuple(layer % count for layer in asked)
 
     def checked(
         self, params: SamplingParams | CheckedParams | None
@@ -231,7 +232,8 @@ class RequestValidator:
         params = command.params.params().checked()
         if params.return_routed_experts:
             self._check_routes()
-        self.layers_of(params.prompt_hidden_states)
+        if params.prompt_hidden_states:
+            self.layers_of(params.prompt_hidden_states)
         if self._tokenizer.tokenizer is None:
             _check_texts(params)
         if params.num_speculative_tokens is not None:

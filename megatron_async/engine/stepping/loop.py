@@ -350,6 +350,7 @@ class DecodeLoop:
                     self._updated.append((key, params))
 
     def _sequence(self, command: AddRequest) -> Sequence:
+        hidden = command.params["prompt_hidden_states"]
         return Sequence(
             command.key,
             command.tokens,
@@ -361,7 +362,7 @@ class DecodeLoop:
             watched=command.key in self._outputs.ends.watchers,
             fork_of=command.fork_of,
             cache_salt=command.params["cache_salt"],
-            hidden_layers=self._validator.layers_of(command.params["prompt_hidden_states"]),
+            hidden_layers=self._validator.layers_of(hidden) if hidden else (),
         )
 
     def suspend(self) -> None:

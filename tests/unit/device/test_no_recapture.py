@@ -66,6 +66,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "structured_outputs": ({"regex": "[a-f]{3,9}[0-9]+"}, {"choice": ["ab", "null"]}, SCHEMA),
     "logits_processors": ([only_even], [only_even, only_even]),
     "return_routed_experts": (False,),
+    "prompt_hidden_states": (None,),
 }  # fmt: skip
 WITH: dict[str, dict[str, Any]] = {
     "skip_prompt_log_probs": {"return_log_probs": True},
@@ -139,7 +140,7 @@ def test_every_parameter_is_here_with_a_value_that_is_not_its_default() -> None:
     assert VALUES.keys() == defaults.keys()
     same = {name for name in VALUES if all(value == defaults[name] for value in VALUES[name])}
     # These are of the host alone: what an engine captures is no matter of one request.
-    assert same == {"return_segments", "add_BOS", "return_routed_experts"}
+    assert same == {"return_segments", "add_BOS", "return_routed_experts", "prompt_hidden_states"}
 
 
 @pytest.mark.parametrize("drafts", (0, 2))

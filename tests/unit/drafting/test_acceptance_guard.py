@@ -28,9 +28,12 @@ from megatron_async.engine.requests.live_request import LiveRequest
 from megatron_async.engine.stepping.loop import DecodeLoop
 from megatron_async.errors import ConfigError, IntegrityError
 from megatron_async.request import drafts
-from megatron_async.request import request as request_module
-from megatron_async.request.drafts import DraftCounts, DraftedRow
-from megatron_async.request.request import DynamicInferenceRequest, Rollout
+from megatron_async.request.request import (
+    DraftCounts,
+    DraftedRow,
+    DynamicInferenceRequest,
+    Rollout,
+)
 from megatron_async.runner.memory.forward_batch import ForwardBatch
 from megatron_async.scheduler.draft_control import FIRST_PAUSE, TRIAL_TICKETS, DraftControl
 from megatron_async.scheduler.scheduler import Scheduler
@@ -308,14 +311,14 @@ class Fault:
 FAULTS = (
     Fault("a draft is counted one place on", metrics, "count_drafts",
           "counts[place] += 1", "counts[min(place + 1, drafts - 1)] += 1"),
-    Fault("a rollout's drafts one place on", drafts, "_counts",
-          "row.accepted > place", "row.accepted >= place"),
+    Fault("a rollout's drafts one place on", drafts, "counts_of",
+          "(accepted > place)", "(accepted >= place)"),
     Fault("a row one token on", LiveRequest, "drafted",
           "len(request.generated_tokens),", "len(request.generated_tokens) + 1,"),
     Fault("the engine's version one back", DecodeLoop, "adopt_weights",
           "weights_changed(self._outputs.weight_version)",
           "weights_changed(self._outputs.weight_version - 1)"),
-    Fault("a rollout's version of two tokens before", request_module, "counts_by_version",
+    Fault("a rollout's version of two tokens before", drafts, "counts_by_version",
           "versions[row.start]", "versions[max(row.start - 2, 0)]"),
     Fault("larger windows are never tried again", DraftControl, "choose",
           "is None:\n        self._trial, self._has_faded = number + self._pause",

@@ -15,7 +15,7 @@ from megatron_async.checkpoint import save_native
 from megatron_async.checkpoint.targets import Target
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import CheckpointError
-from megatron_async.request.drafts import DraftCounts
+from megatron_async.request.request import DraftCounts
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import config_at
 

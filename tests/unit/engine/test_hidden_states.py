@@ -195,7 +195,7 @@ def test_a_request_with_them_is_recorded_and_written_down(tmp_path: Path) -> Non
 def test_an_engine_that_nobody_asks_keeps_nothing() -> None:
     with engine_of("dense", 1) as engine, patch.object(of_models, "handing_out") as hooks:
         engine.score(PROMPTS[:2])
-        assert not hooks.called and not any(engine.runner._hidden_states._entries)
+        assert not hooks.called and engine.runner._hidden_states is None
 
 
 def test_plans_without_them_have_the_checksums_of_earlier_versions() -> None:
