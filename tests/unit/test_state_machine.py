@@ -438,6 +438,10 @@ class EngineMachine(RuleBasedStateMachine):
         assert counts.committed == len(request.generated_tokens)
         assert counts.launched + counts.accepted == counts.committed + counts.discarded
         assert sum(counts.accepted_by_position) == counts.accepted <= counts.drafted
+        rows = request.drafted_rows or ()
+        if not counts.restarts:  # those of forgotten tokens are forgotten
+            assert sum(row.drafted for row in rows) == counts.drafted
+            assert sum(row.accepted for row in rows) == counts.accepted
 
     def check_draft_limit(self, request: DynamicInferenceRequest, prompt: int) -> None:
         """Each row with drafts begins within the table of what drafts, and brings a token."""

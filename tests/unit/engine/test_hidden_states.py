@@ -32,6 +32,7 @@ from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.step.plan import Plan, PrefillChunk, RowMap
 from megatron_async.training.whole_sequences import WholeSequences
 from tests.support.engines import DEPTHS, config_at, hash_engine
+from tests.support.huggingface_models import random_model
 from tests.unit.training.test_exact_numerics import model_of
 
 pytestmark = pytest.mark.sweep
@@ -141,6 +142,20 @@ def test_a_forward_without_an_engine_is_close() -> None:
     for layer, each in enumerate(expected):
         assert torch.allclose(score.hidden_states[:, layer], each.squeeze(1), atol=2e-4), layer
     assert len({float(each.abs().sum()) for each in expected}) == 3
+
+
+@pytest.mark.slow
+def test_their_numbers_are_those_of_hugging_face(tmp_path: Path) -> None:
+    theirs = random_model("llama").float().eval()
+    theirs.save_pretrained(tmp_path)
+    config = config_at(1, dtype="float32", max_requests=2)
+    with DynamicInferenceEngine.from_pretrained(tmp_path, config) as engine:
+        (score,) = engine.score([START], hidden_states=(0, 1, 2))
+    with torch.no_grad():
+        expected = theirs(torch.tensor([START]), output_hidden_states=True).hidden_states
+    assert len(expected) == 3
+    for layer, each in enumerate(expected):
+        assert torch.allclose(score.hidden_states[:, layer], each[0], atol=1e-3), layer
 
 
 @pytest.mark.parametrize("depth", (0, 2))
