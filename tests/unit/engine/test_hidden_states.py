@@ -88,13 +88,13 @@ def sampled(seed: int) -> SamplingParams:
     return SamplingParams(seed=seed, num_tokens_to_generate=30, termination_id=-1)
 
 
-def check(kind: str = "dense", depth: int = 1) -> None:
+def check(kind: str = "dense", depth: int = 1, **values: Any) -> None:
     """Bit for bit, with others that generate beside, prefixes that are known, chunks and
     evictions; each request gets its own layers, and some get none."""
     expected = expected_of(kind, PROMPTS)
     count = expected[0].shape[1]
     layers = [(0, 1, -1), (count - 1, 1), None, (-2,), (0,), (-1, 0, -count)]
-    with engine_of(kind, depth) as engine:
+    with engine_of(kind, depth, **values) as engine:
         engine.generate(PROMPTS[:2], SamplingParams(num_tokens_to_generate=1))
         futures = [engine.add_request(900 + n, [n, n + 1], sampled(n)) for n in range(3)]
         for _ in range(6):
@@ -125,6 +125,10 @@ def params_of(layers: Any, **values: Any) -> SamplingParams:
 @pytest.mark.parametrize(("kind", "depth"), CASES)
 def test_they_are_those_of_the_models_own_forward(kind: str, depth: int) -> None:
     check(kind, depth)
+
+
+def test_rows_with_drafts_beside_change_nothing() -> None:
+    check("dense", 1, num_speculative_tokens=2, speculative_method="ngram")
 
 
 def test_a_forward_without_an_engine_is_close() -> None:
