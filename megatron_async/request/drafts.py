@@ -21,7 +21,10 @@ class DraftedRows(Sequence[DraftedRow]):
 
     def add(self, start: int, drafted: int, accepted: int) -> None:
         """Keep one row more; see :class:`DraftedRow`."""
-        self._words.extend((start, drafted, accepted))
+        append = self._words.append
+        append(start)
+        append(drafted)
+        append(accepted)
 
     def counts(self, start: int, end: int) -> DraftCounts:
         """Drafts by place of the rows that began with generated tokens ``start`` to ``end`` - 1."""

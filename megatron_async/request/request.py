@@ -162,6 +162,13 @@ class DynamicInferenceRequest:
         """The request ended for another reason than its own: an error, or an abort."""
         return self.status is Status.FAILED
 
+    def start_drafted_rows(self) -> Any:
+        """Make ``drafted_rows``, with its first row to come; returns it."""
+        from megatron_async.request.drafts import DraftedRows
+
+        self.drafted_rows = DraftedRows()
+        return self.drafted_rows
+
     def add_event(self, type: DynamicInferenceEventType, payload: Any = None) -> None:
         """Append a lifecycle event."""
         self.events.append(DynamicInferenceEvent(type, payload=payload))

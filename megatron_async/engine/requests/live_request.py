@@ -100,15 +100,6 @@ class LiveRequest:
 
         self.routes = TokenRoutes()
 
-    def drafted(self, drafts: int, accepted: int) -> None:
-        """A row of ``drafts`` drafts is about to bring ``accepted`` of them behind its token."""
-        request = self.request
-        if request.drafted_rows is None:
-            from megatron_async.request.drafts import DraftedRows
-
-            request.drafted_rows = DraftedRows()
-        request.drafted_rows.add(len(request.generated_tokens), drafts, accepted)
-
     def _start_hidden(self) -> None:
         from megatron_async.request.hidden_states import PromptRows
 

@@ -12,7 +12,6 @@ from concurrent.futures import InvalidStateError
 from typing import Any, NamedTuple
 
 from megatron_async.engine.api_style import OUR_STYLE, ApiStyle
-from megatron_async.engine.metrics import count_drafts
 from megatron_async.engine.requests.host_ends import HostEnds
 from megatron_async.engine.requests.live_request import LiveRequest
 from megatron_async.engine.requests.log_probs import (
@@ -288,12 +287,19 @@ class OutputProcessor:
         """Count the drafts of decode rows whose tokens are taken, each with its window."""
         for key, tokens, window in zip(keys, rows, windows, strict=False):
             if tokens:
-                entry = self._entries[key]
-                counters = entry.request.counters
+                request, accepted = self._entries[key].request, len(tokens) - 1
+                counters = request.counters
                 counters.drafted += window - 1
-                count_drafts(counters.accepted_by_position, (len(tokens) - 1,))
+                by_position = counters.accepted_by_position
+                if accepted > len(by_position):
+                    by_position += [0] * (accepted - len(by_position))
+                for place in range(accepted):
+                    by_position[place] += 1
                 if window > 1:
-                    entry.drafted(window - 1, len(tokens) - 1)
+                    rows_of_request = request.drafted_rows
+                    if rows_of_request is None:
+                        rows_of_request = request.start_drafted_rows()
+                    rows_of_request.add(len(request.generated_tokens), window - 1, accepted)
 
     def abort(self, key: int) -> None:
         """End a request without a token."""

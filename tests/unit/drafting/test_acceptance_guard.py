@@ -24,7 +24,7 @@ from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.metrics import KEPT_VERSIONS, EngineCounters
 from megatron_async.engine.recording import read_run
 from megatron_async.engine.replay import replay
-from megatron_async.engine.requests.live_request import LiveRequest
+from megatron_async.engine.requests.output_processor import OutputProcessor
 from megatron_async.engine.stepping.loop import DecodeLoop
 from megatron_async.errors import ConfigError, IntegrityError
 from megatron_async.request import drafts
@@ -313,7 +313,7 @@ FAULTS = (
           "counts[place] += 1", "counts[min(place + 1, drafts - 1)] += 1"),
     Fault("a rollout's drafts one place on", drafts, "counts_of",
           "(accepted > place)", "(accepted >= place)"),
-    Fault("a row one token on", LiveRequest, "drafted",
+    Fault("a row one token on", OutputProcessor, "verified",
           "len(request.generated_tokens),", "len(request.generated_tokens) + 1,"),
     Fault("the engine's version one back", DecodeLoop, "adopt_weights",
           "weights_changed(self._outputs.weight_version)",
