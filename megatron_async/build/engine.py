@@ -131,7 +131,9 @@ def assemble(
         streams=streams,
         sinks=sinks,
         driver=driver,
-        sleep_mode=SleepMode(loop, device, _memory_of(model, batch, runner), lock.recover),
+        sleep_mode=SleepMode(
+            loop, device, _memory_of(model, batch, runner), lock.recover, runner.audit
+        ),
         kv_events=kv_events,
     )
 

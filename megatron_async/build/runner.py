@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -21,6 +21,10 @@ from megatron_async.runner.cache_scales import choose_scales
 from megatron_async.runner.memory.forward_batch import ForwardBatch
 from megatron_async.runner.memory.kv_cache import KVCache
 from megatron_async.runner.model_runner import ModelRunner, Progress
+
+if TYPE_CHECKING:
+    from megatron_async.graph_audit.audit import GraphAudit
+    from megatron_async.graph_audit.graph_memory import GraphMemory
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +117,11 @@ def open_runner(
         )
     keep_states(spec, network, batch)
     runs_on = given or open_device(device, config)
+    memory = None
+    if config.audits:
+        from megatron_async.graph_audit.graph_memory import GraphMemory
+
+        runs_on.watch = memory = GraphMemory()
     try:
         batch.cache.attached = True
         batch.grids_may_wait = network.claim_waiting_grids(runs_on)
@@ -147,4 +156,18 @@ def open_runner(
         if given is None:
             runs_on.close()
         raise
+    if memory is not None:
+        runner.audit = _audit(memory, model, batch, runner)
     return Opened(runs_on, batch, runner)
+
+
+def _audit(
+    memory: GraphMemory, model: ServedModel, batch: ForwardBatch, runner: ModelRunner
+) -> GraphAudit:
+    from megatron_async.graph_audit.audit import WEIGHTS_REGION, GraphAudit
+
+    roots = {
+        "network": model.network, "draft": model.draft, "batch": batch, "runner": runner,
+        WEIGHTS_REGION: model.weights_region,
+    }  # fmt: skip
+    return GraphAudit(memory, {name: root for name, root in roots.items() if root is not None})

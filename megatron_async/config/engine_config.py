@@ -170,6 +170,9 @@ class EngineConfig:
             keeps them in ``dtype``. Scales by layer and head are chosen at the start.
         record: a file that gets the engine's commands with their ticket numbers; ``megatron-async
             replay`` repeats the run.
+        audit_graphs: after new weights, a sleep, a wake-up and a reset check that all addresses in
+            captured graphs are those of tensors that the engine has now, and that the copied and
+            derived ones have new contents; ``debug`` does it too. Steps cost the same.
         debug: poison consumed buffers and check invariants at every step.
         testing: knobs for tests and ``bench``; a ``TestingOptions``, or its fields in a mapping.
 
@@ -218,6 +221,7 @@ class EngineConfig:
     quantization: str | None = None
     kv_cache_dtype: str | None = None
     record: str | None = None
+    audit_graphs: bool = False
     debug: bool = False
     testing: TestingOptions = field(default_factory=TestingOptions)
 
@@ -333,6 +337,11 @@ class EngineConfig:
         value = getattr(self, name)
         if not (optional and value is None):
             object.__setattr__(self, name, check_integer(name, value, low, high))
+
+    @property
+    def audits(self) -> bool:
+        """Graphs are to be audited."""
+        return self.audit_graphs or self.debug
 
     @property
     def effective_depth(self) -> int:

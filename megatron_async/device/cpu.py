@@ -21,7 +21,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from megatron_async.device.protocol import Graph, Ints, Span
+from megatron_async.device.protocol import CaptureWatch, Graph, Ints, Span
 from megatron_async.errors import EngineStoppedError, IntegrityError
 
 POISON = -0x5A5A5A5B
@@ -51,6 +51,7 @@ class CpuDevice:
         self._work: _Queue = queue.SimpleQueue()
         self._ticket = self.sampled = -1
         self.failure: BaseException | None = None
+        self.watch: CaptureWatch | None = None
         # Not a condition: one that a signal interrupts may not get its lock back.
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         # The thread holds no more than the work that it runs, so that what nobody refers to any
@@ -74,7 +75,8 @@ class CpuDevice:
         return torch.inference_mode()
 
     def capture(self, work: Callable[[], None], name: str) -> Graph:
-        return _RecordedCall(self, work, name)
+        watch = self.watch
+        return _RecordedCall(self, work if watch is None else watch.watched(work, name), name)
 
     def packet_ring(self, entries: int, width: int) -> CpuPacketRing:
         return CpuPacketRing(self, entries, width)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_async.device import waiting_grids
-from megatron_async.device.protocol import Graph, Ints, Span
+from megatron_async.device.protocol import CaptureWatch, Graph, Ints, Span
 from megatron_async.errors import IntegrityError
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class CudaDevice:
         self.ticket = self.sampled = -1
         self.failure: BaseException | None = None
         """Why what is on the stream may never end."""
+        self.watch: CaptureWatch | None = None
 
     def enqueue(self, work: Callable[[], None], name: str) -> None:
         timeline = self.timeline  # another thread may drop it meanwhile
@@ -77,7 +78,8 @@ class CudaDevice:
             self.stream.synchronize()
             made: Graph
             if self._graphs:
-                made = _CudaGraph(self, self._captured(work), name)
+                captured = work if self.watch is None else self.watch.watched(work, name)
+                made = _CudaGraph(self, self._captured(captured), name)
             else:
                 made = _EagerCall(self, work, name)
         # Warm-up ran for real: put the rings back to where they were.

@@ -78,6 +78,13 @@ class ResultRing(Protocol):
         """Host: number from 0 again; nothing is in flight."""
 
 
+class CaptureWatch(Protocol):
+    """Sees what is captured."""
+
+    def watched(self, work: Callable[[], None], name: str) -> Callable[[], None]:
+        """``work``, whose first run is seen: that which becomes the graph."""
+
+
 class Device(Protocol):
     """A place to run a step on."""
 
@@ -88,6 +95,8 @@ class Device(Protocol):
     """What waits for the device raise; None while it works."""
     sampled: int
     """The ticket of the next S that is enqueued, set ahead of it (for timelines)."""
+    watch: CaptureWatch | None
+    """Who sees what is captured from now on; None for nobody."""
 
     def enqueue(self, work: Callable[[], None], name: str) -> None:
         """Run ``work`` on the stream after all that was enqueued before; returns at once."""

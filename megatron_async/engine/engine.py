@@ -31,7 +31,7 @@ from megatron_async.engine.requests.output_processor import TokenOutput
 from megatron_async.engine.requests.output_sink import OutputSink
 from megatron_async.engine.requests.request_queue import Prompt, checked_id
 from megatron_async.engine.stepping.driver import prompts_with_params
-from megatron_async.errors import EngineStoppedError, RequestError
+from megatron_async.errors import ConfigError, EngineStoppedError, RequestError
 from megatron_async.models.served import ServedModel
 from megatron_async.request.request import DynamicInferenceRequest, RequestFuture
 from megatron_async.runner.memory.forward_batch import ForwardBatch
@@ -480,7 +480,30 @@ class DynamicInferenceEngine:
         """Abort every request, take what is in flight, and start the counters anew. Raises
         RequestError while the engine sleeps."""
         self.sleep_mode.check_awake()
-        self._driver.exclusively(self.loop.reset)
+
+        def reset() -> None:
+            self.loop.reset()
+            self.sleep_mode.audit("a reset")
+
+        self._driver.exclusively(reset)
+
+    def audit_graphs(self) -> None:
+        """Check that all addresses in captured graphs are those of tensors that the engine has now,
+        as ``EngineConfig(audit_graphs=True)`` does after new weights, a sleep, a wake-up and a
+        reset; for whoever changes tensors by other ways. What is in flight is taken first.
+
+        Raises:
+            ConfigError: the engine was not built with ``audit_graphs`` or ``debug``.
+            IntegrityError: an address or what is there is stale; the engine has stopped.
+        """
+        if self.runner.audit is None:
+            raise ConfigError("graphs were not watched; build it with audit_graphs=True")
+
+        def audit() -> None:
+            self.drain_for_weights()
+            self.sleep_mode.audit("a call of audit_graphs")
+
+        self._driver.exclusively(audit)
 
     @property
     def weight_version(self) -> int:

@@ -50,6 +50,7 @@ TAKEN = (
     "dtype",
     "quantization",
     "kv_cache_dtype",
+    "audit_graphs",
     "debug",
     "testing",
 )

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megatron_async.errors import ConfigError
 from megatron_async.kernels.disk_cache import cache_directory, keep
+from megatron_async.kernels.launch_watch import watch
 from megatron_async.kernels.shared_memory import block_limit
 
 logger = logging.getLogger(__name__)
@@ -45,9 +46,12 @@ elements of this dtype; ``Bf16 | None`` may be null."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorMap:
-    """How TMA finds tiles of a tensor: see :func:`tensor_map`."""
+    """How TMA finds tiles of a tensor, which has ``nbytes`` bytes from ``address`` on: see
+    :func:`tensor_map`."""
 
     handle: Any
+    address: int
+    nbytes: int
 
 
 class Field(NamedTuple):
@@ -184,6 +188,8 @@ class Kernel:
             for record in arguments:
                 check_arguments(self.name, record)
             arguments = tuple(itertools.chain.from_iterable(arguments))
+        if watch.seen is not None:
+            watch.seen(arguments)
         driver = _driver()
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
@@ -237,7 +243,8 @@ def tensor_map(
         ),
         "cuTensorMapEncodeTiled",
     )
-    return TensorMap(handle)
+    size = 2 + sum((n - 1) * step for n, step in zip(sizes, (2, *strides), strict=True))
+    return TensorMap(handle, tensor.data_ptr(), size)
 
 
 def architecture(device_index: int) -> str:

@@ -6,7 +6,7 @@ user has built the class stays a subclass of what it was (``models/adapt.py``).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -61,6 +61,7 @@ class Inference:
             all.
     """
 
+    of_one_forward: ClassVar[frozenset[str]] = frozenset({"decoder_hidden_states"})
     config: Any
     embedding: Any
     decoder: Any

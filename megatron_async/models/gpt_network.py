@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -55,6 +55,8 @@ class GPTNetwork(Network):
     Raises:
         ConfigError: the model has a part that cannot be served; the message names it.
     """
+
+    of_one_forward: ClassVar[frozenset[str]] = frozenset({"hidden_states"})
 
     def __init__(
         self,
@@ -103,7 +105,8 @@ class GPTNetwork(Network):
         self._found_coverage: DecodeCoverage | None = None
         self._fused: FusedDecoder | None = None
         self._fused_mtp: FusedMtp | None = None
-        self._outgrown: list[FusedDecoder | FusedMtp | None] = []
+        self.outgrown: list[FusedDecoder | FusedMtp | None] = []
+        """What other engines' captured steps go on with."""
         self._rows: set[int] = set()
         self._has_adapted_experts = any(
             getattr(type(m), "asks_for_padding_mask", False) for m in self.model.modules()
@@ -157,8 +160,7 @@ class GPTNetwork(Network):
         """Have rotary embeddings for ``length`` positions; called before steps are captured."""
         tables = self.model.rotary, self.model.sliding_rotary
         if any([table.reserve(length) for table in tables if table is not None]):
-            # Steps that another engine has captured go on with the old ones.
-            self._outgrown.extend((self._fused, self._fused_mtp))
+            self.outgrown.extend((self._fused, self._fused_mtp))
             self._fused_mtp = None
             if self._fused is not None:
                 self._fused = self._fused_decoder()

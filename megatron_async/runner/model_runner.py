@@ -27,6 +27,7 @@ from megatron_async.step.plan import Guess, Plan, SampleShape, StateCopy, Ticket
 from megatron_async.step.records import RECORD_HEAD, StepResult, record_width
 
 if TYPE_CHECKING:
+    from megatron_async.graph_audit.audit import GraphAudit
     from megatron_async.models.moe.routed import RoutedLayers
     from megatron_async.runner.guided_drafts import GuidedDrafts
     from megatron_async.runner.hidden_states import PromptHiddenStates
@@ -68,6 +69,7 @@ class ModelRunner:
             :meth:`take`. Stages before the last, which take what S has sampled, may be behind.
         launching: the S of the pending ticket is being launched by itself, behind Python functions.
         last_graph_rows: row bucket of the last launch; None if it was no decode step.
+        audit: checks what the graphs hold; None where nobody asked for it.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class ModelRunner:
         self.wait_ns = 0
         self.launching = False
         self.last_graph_rows: int | None = None
+        self.audit: GraphAudit | None = None
         self._batch = batch
         self._cache = cache = batch.cache
         sizes = cache.sizes

@@ -21,6 +21,7 @@ import torch
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import decode_attention as attention
 from megatron_async.kernels.gemm import skinny_gemm
+from megatron_async.kernels.launch_watch import watch
 from megatron_async.kernels.moe import row as moe_row
 from megatron_async.kernels.norm import embed
 from megatron_async.kernels.ranks import mailbox, peer_best, peer_sum
@@ -112,6 +113,8 @@ class EmulatedKernel:
                 cuda.check_arguments(self.name, record)
             names = [name for record in arguments for name in record._fields]
             arguments = tuple(itertools.chain.from_iterable(arguments))
+        if watch.seen is not None:
+            watch.seen(arguments)
         self._waiting.append((names, arguments))
         if len(self._waiting) < self._ranks * self.in_a_row:
             return
@@ -194,9 +197,8 @@ def tensor_map(
     steps = [2, *strides]
     size = 2 + sum((n - 1) * step for n, step in zip(sizes, steps, strict=True))
     dimensions = [*sizes, *rest, *steps, *rest, *tile, *rest]
-    return cuda.TensorMap(
-        (ctypes.c_ulonglong * 16)(tensor.data_ptr(), *dimensions, len(sizes), size)
-    )
+    handle = (ctypes.c_ulonglong * 16)(tensor.data_ptr(), *dimensions, len(sizes), size)
+    return cuda.TensorMap(handle, tensor.data_ptr(), size)
 
 
 def kernel(source: str, defines: Mapping[str, int], device: torch.device) -> EmulatedKernel:

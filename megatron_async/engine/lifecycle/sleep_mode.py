@@ -7,11 +7,15 @@ waking up costs the copy of the weights and zeros in the cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from megatron_async.device.protocol import Device
 from megatron_async.device.releasable import Region
 from megatron_async.engine.stepping.loop import DecodeLoop
 from megatron_async.errors import CacheTooLargeError, ConfigError, RequestError, shown
+
+if TYPE_CHECKING:
+    from megatron_async.graph_audit.audit import GraphAudit
 
 WEIGHTS = "weights"
 KV_CACHE = "kv_cache"
@@ -62,6 +66,7 @@ class SleepMode:
     Args:
         memory: of this rank, or of all (``rank_group.MemoryOfRanks``).
         recover: called with an error that changes nothing.
+        audit: of the engine's graphs; None for none.
 
     Attributes:
         asleep: tags of what is not there.
@@ -74,6 +79,7 @@ class SleepMode:
         device: Device,
         memory: Memory,
         recover: Callable[[BaseException], None],
+        audit: GraphAudit | None = None,
     ) -> None:
         self.asleep: frozenset[str] = frozenset()
         self.lost_weights = False
@@ -81,6 +87,7 @@ class SleepMode:
         self._device = device
         self._memory = memory
         self._recover = recover
+        self._audit = audit
         self._was_suspended = False
 
     @property
@@ -122,8 +129,19 @@ class SleepMode:
         self._loop.give_up_cache()
         self._device.synchronize()
         self.lost_weights |= level == 2
+        if self._audit is not None and WEIGHTS not in self.asleep:
+            self._audit.keep_digests()
+        if self._audit is not None and self.lost_weights:
+            self._audit.forget_digests()
         self._memory.release(keep_weights=not self.lost_weights)
         self.asleep = frozenset(TAGS)
+        self.audit("a sleep")
+
+    def audit(self, event: str, *, caches_woke: bool = False) -> None:
+        """Raises IntegrityError if the engine's graphs do not fit it any more."""
+        if self._audit is not None:
+            self._device.synchronize()
+            self._audit.check(event, asleep=self.asleep, caches_woke=caches_woke)
 
     def suspend(self) -> None:
         """Launch nothing until the loop is resumed, also after :meth:`wake_up`."""
@@ -136,11 +154,13 @@ class SleepMode:
         Raises:
             CacheTooLargeError: somebody else has the memory; it can be tried again.
         """
+        caches_wake = KV_CACHE in tags & self.asleep
         try:
             self._restore(tags)
         except CacheTooLargeError as error:
             self._recover(error)
             raise
+        self.audit("a wake-up", caches_woke=caches_wake)
         self._go_on()
 
     def _restore(self, tags: frozenset[str]) -> None:
@@ -151,6 +171,9 @@ class SleepMode:
 
     def weights_replaced(self) -> None:
         """All weights are new."""
+        if self._audit is not None:
+            self._audit.forget_digests()
+        self.audit("new weights")
         if self.lost_weights:
             self.lost_weights = False
             self._go_on()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from megatron_async.graph_audit.derived import Derived
 from megatron_async.models.description.config import ModelConfig, RopeScaling
 
 
@@ -113,7 +114,8 @@ class RotaryTable(torch.nn.Module):
         self._frequencies = frequencies
         self._interpolation, self._factor = interpolation, factor
         self._most = max_sequence_length
-        self._outgrown: list[Tensor] = []
+        self.outgrown: list[Tensor] = []
+        """Tables that captured graphs go on with."""
         table = self._rows(min(max_sequence_length, FIRST_ROWS))
         self.register_buffer("cos_sin", table, persistent=False)
 
@@ -132,10 +134,16 @@ class RotaryTable(torch.nn.Module):
         length = min(length, self._most)
         if length <= len(self.cos_sin):
             return False
-        # Captured graphs read the table that they were captured with.
-        self._outgrown.append(self.cos_sin)
+        self.outgrown.append(self.cos_sin)
         self.cos_sin = self._rows(length).to(self.cos_sin.device)
         return True
+
+    def derived_tensors(self) -> Iterator[Derived]:
+        """The tables, which follow from the configuration."""
+        tables = {"cos_sin": self.cos_sin}
+        tables |= {f"outgrown[{n}]": table for n, table in enumerate(self.outgrown)}
+        for name, table in tables.items():
+            yield Derived(name, table, functools.partial(self._rows, len(table)))
 
     @classmethod
     def from_config(cls, config: ModelConfig, *, sliding: bool = False) -> RotaryTable:

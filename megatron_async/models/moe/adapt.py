@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
 from megatron_async.errors import ConfigError
+from megatron_async.graph_audit.derived import Derived
 from megatron_async.kernels.moe.settings import ExpertActivation
 from megatron_async.models import parallel
 from megatron_async.models.moe.layer import ExpertWeights, SharedExpertMLP, mixture
@@ -66,6 +69,18 @@ class AdaptedMoELayer(MegatronMoELayer):  # type: ignore[misc]
         if self.training:
             return super().forward(hidden_states, intermediate_tensors, padding_mask, **kwargs)
         return mixture(self, hidden_states, padding_mask), None
+
+
+    def derived_tensors(self) -> Iterator[Derived]:
+        """Each expert's part of the stacked weights, which its parameter is a view of."""
+        fc1, fc2 = (_linears(self.experts, name) for name in ("linear_fc1", "linear_fc2"))
+        w1, w2, b1, b2 = self.weights
+        stacks = {"w1": (w1, fc1, "weight"), "w2": (w2, fc2, "weight")}
+        stacks |= {"b1": (b1, fc1, "bias"), "b2": (b2, fc2, "bias")}
+        for name, (stacked, linears, kind) in stacks.items():
+            for number, row in enumerate(() if stacked is None else stacked):
+                value = partial(torch.Tensor.detach, linears[number][kind])
+                yield Derived(f"weights.{name}[{number}]", row, value)
 
 
 def check_experts(layer: Any) -> None:

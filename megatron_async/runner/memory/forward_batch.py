@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -41,6 +41,11 @@ class ForwardBatch(BaseInferenceContext):
         position_ids, token_slots, slot_mapping, last_token_index, window, has_gaps: of the forward
             that runs now, see :class:`AttentionMetadata`.
     """
+
+    of_one_forward: ClassVar[frozenset[str]] = frozenset({
+        "decoder_hidden_states", "metadata", "position_ids", "token_slots", "slot_mapping",
+        "last_token_index", "_padding_mask",
+    })  # fmt: skip
 
     def __init__(self, cache: KVCache, kv: torch.Tensor | None = None) -> None:
         super().__init__()

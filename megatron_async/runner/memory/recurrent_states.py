@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -108,6 +108,8 @@ class RecurrentStates:
     Raises:
         CacheTooLargeError: they do not fit into the device's memory.
     """
+
+    of_one_forward: ClassVar[frozenset[str]] = frozenset({"step", "step_rows"})
 
     def __init__(
         self,

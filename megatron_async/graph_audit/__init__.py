@@ -1,0 +1,1 @@
+"""Whether captured graphs still read and write what the engine has now."""
