@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+
 import torch
 from torch import Tensor
 
@@ -65,7 +66,10 @@ class GraphAudit:
                 what was expected and what was found.
         """
         live = self._live()
-        problems = [*self._moved(live), *self._unnamed(live), *_not_as_derived(live)]
+        problems = [
+            *self._moved(live), *self._unnamed(live), *self._undeclared(live),
+            *_not_as_derived(live),
+        ]  # fmt: skip
         if caches_woke:
             problems += [f"{name} came back with contents" for name in _filled_caches(live)]
         if asleep is not None and not asleep:
@@ -111,6 +115,22 @@ class GraphAudit:
                 yield f"{held.graph} holds {self._described(place, held)}, which was freed"
             elif not covered.has(place):
                 yield f"{held.graph} holds {self._described(place, held)}, which nobody has"
+
+    def _undeclared(self, live: LiveTensors) -> Iterator[str]:
+        """What an object of a model has made, and nobody says whether it follows new weights."""
+        if not live.made:
+            return
+        held, places = _Union(self._memory.held), _places(live.tensors)
+        stored = {name: place for name, place in places.items() if name not in live.made}
+        stored |= _places({n: each.tensor for n, each in _derived(live).items()})
+        declared = _Cover(stored.values())
+        for name in live.made & places.keys():
+            if held.meets(places[name]) and not declared.has(places[name]):
+                graph = self._memory.held[held.first(places[name])].graph
+                yield (
+                    f"{name}, which {graph} holds, is neither a parameter nor scratch, and no "
+                    "derived_tensors() says what it is made from"
+                )
 
     def _described(self, place: Place, held: Held) -> str:
         names = (n for n, p in self._names.items() if p.begin <= place.begin < p.end)
@@ -202,8 +222,12 @@ def _weights(live: LiveTensors) -> Iterator[tuple[str, Tensor]]:
 
 
 def _digest(tensor: Tensor) -> int:
-    bits = tensor.detach().contiguous().view(torch.uint8)
-    return int(bits.sum(dtype=torch.int64))
+    """The sum of all bits as 8-byte integers; nothing of the tensor's size is made for it."""
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    whole = len(flat) // 8 * 8
+    if flat.data_ptr() % 8:
+        flat = flat.clone()
+    return int(flat[:whole].view(torch.int64).sum()) + int(flat[whole:].sum())
 
 
 def _filled_caches(live: LiveTensors) -> Iterator[str]:
@@ -215,14 +239,21 @@ def _filled_caches(live: LiveTensors) -> Iterator[str]:
 def _not_as_derived(live: LiveTensors) -> Iterator[str]:
     """Tensors that are not what their objects say, one after the other."""
     gone = [Place.of(r.bytes) for r in live.regions.values() if r.is_released]
-    for name, keeper in live.keepers.items():
-        for derived in keeper.derived_tensors():
-            place = Place.of(derived.tensor)
-            if place is None or any(r and r.begin <= place.begin < r.end for r in gone):
-                continue
-            problem = _difference(derived)
-            if problem is not None:
-                yield f"{name}.{derived.name} does not follow what it is made from: {problem}"
+    for name, derived in _derived(live).items():
+        place = Place.of(derived.tensor)
+        if place is None or any(r and r.begin <= place.begin < r.end for r in gone):
+            continue
+        problem = _difference(derived)
+        if problem is not None:
+            yield f"{name} does not follow what it is made from: {problem}"
+
+
+def _derived(live: LiveTensors) -> dict[str, Derived]:
+    return {
+        f"{name}.{derived.name}": derived
+        for name, keeper in live.keepers.items()
+        for derived in keeper.derived_tensors()
+    }
 
 
 def _difference(derived: Derived) -> str | None:

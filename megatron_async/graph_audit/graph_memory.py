@@ -164,5 +164,5 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[Any]:
     for value in values:
         if isinstance(value, list | tuple):
             yield from _tensors_in(value)
-        elif isinstance(value, Tensor) or isinstance(value, Descriptor):
+        elif isinstance(value, (Tensor, Descriptor)):
             yield value

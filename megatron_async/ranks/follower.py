@@ -204,13 +204,22 @@ class Follower:
                 if self._replace is not None:
                     self._replace()
                 self._replace = None
-                self._synchronize()
+                self._audit("new weights")
             case messages.Sleep():
                 self._synchronize()
                 self._model.sleep(message)
+                self._audit("a sleep")
             case messages.WakeUp():
                 self._model.wake_up(message)
+                self._audit("a wake-up")
         return None
+
+    def _audit(self, event: str) -> None:
+        """Raises IntegrityError if the graphs of an engine do not fit it any more."""
+        self._synchronize()
+        for _, runner in self._engines.values():
+            if runner.audit is not None:
+                runner.audit.check(event)
 
     def fail(self, error: BaseException) -> None:
         """End waits for the devices of engines that rank 0 has not released."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from megatron_async.checkpoint.reading.finite import check_finite
 from megatron_async.checkpoint.reading.json_file import one_line
 from megatron_async.checkpoint.reading.regular_files import Watched
 from megatron_async.checkpoint.targets import EMBEDDING, OUTPUT, Target, check_has_values
-from megatron_async.errors import CheckpointError
+from megatron_async.errors import CheckpointError, IntegrityError
 from megatron_async.models.quantized.values import plain_parameter
 from megatron_async.weights.shared_memory import OpenedWeights
 from megatron_async.weights.source import (
@@ -79,12 +78,27 @@ def read_weights(
         allow_non_finite_weights=allow_non_finite_weights,
         all_parameters=all_parameters,
     )
-    return functools.partial(_copy_unchanged, placement, watched)
+    return WeightCopy(placement, watched)
 
 
-def _copy_unchanged(placement: Placement, watched: Watched) -> None:
-    watched.check()
-    placement.copy()
+@dataclass(frozen=True, slots=True)
+class WeightCopy:
+    """Copies checked weights into a model's parameters when it is called."""
+
+    placement: Placement
+    watched: Watched
+
+    def __call__(self) -> None:
+        self.watched.check()
+        self.placement.copy()
+
+    def check(self) -> None:
+        """Read all that was copied once more; raises IntegrityError where a parameter does not have
+        the new values."""
+        with torch.inference_mode():
+            for name, tensor, share in self.placement.copied():
+                if not share.equals(tensor):
+                    raise IntegrityError(f"{name} does not have the new values after the copy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +119,7 @@ class Placement:
         Raises:
             CheckpointError: the first copy failed, and nothing was copied.
         """
-        pairs = zip(self.tensors.items(), self.shares, strict=True)
-        shares = {name: (tensor, share) for (name, tensor), share in pairs if share is not None}
+        shares = {name: (tensor, share) for name, tensor, share in self.copied()}
         # Only in inference mode may inference tensors be written to; others may be as well.
         with torch.inference_mode():
             read = self._read(shares)
@@ -121,6 +134,12 @@ class Placement:
                     raise CheckpointError(
                         f"the new {name} cannot be copied, and nothing was: {one_line(error)}"
                     ) from error
+
+    def copied(self) -> Iterator[tuple[str, Tensor, Target]]:
+        """Tensors by name, of which this rank has a share, and where that goes."""
+        for (name, tensor), share in zip(self.tensors.items(), self.shares, strict=True):
+            if share is not None:
+                yield name, tensor, share
 
     def _read(self, shares: Mapping[str, tuple[Tensor, Target]]) -> Collection[str]:
         """Read what is to be read from a file; the names of these tensors."""
@@ -152,7 +171,7 @@ def _place_stored(
         each = ((name, tensor, target.dtype) for (name, tensor), target in pairs)
         check_finite("the new weights", each)
     placement = Placement(tensors, list(targets))
-    return functools.partial(_copy_unchanged, placement, watched)
+    return WeightCopy(placement, watched)
 
 
 def place(

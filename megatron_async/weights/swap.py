@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from megatron_async.config.engine_config import EngineConfig
 from megatron_async.device.protocol import Device
@@ -74,6 +74,14 @@ class Streams(Protocol):
 
     @property
     def keys(self) -> Collection[int]: ...
+
+
+@runtime_checkable
+class CheckedCopy(Protocol):
+    """A copy of new weights that can look at what it has done."""
+
+    def check(self) -> None:
+        """Raises IntegrityError if parameters do not have the new values."""
 
 
 class Engine(Protocol):
@@ -224,6 +232,8 @@ def replace_weights(
                     for engine in engines:
                         engine.lock.recover(error)
                     raise
+                if isinstance(replace, CheckedCopy) and any(e.config.audits for e in engines):
+                    replace.check()
                 for engine in engines:
                     engine.device.synchronize()
                     engine.loop.adopt_weights(

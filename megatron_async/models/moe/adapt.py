@@ -70,7 +70,6 @@ class AdaptedMoELayer(MegatronMoELayer):  # type: ignore[misc]
             return super().forward(hidden_states, intermediate_tensors, padding_mask, **kwargs)
         return mixture(self, hidden_states, padding_mask), None
 
-
     def derived_tensors(self) -> Iterator[Derived]:
         """Each expert's part of the stacked weights, which its parameter is a view of."""
         fc1, fc2 = (_linears(self.experts, name) for name in ("linear_fc1", "linear_fc2"))

@@ -110,7 +110,7 @@ def test_a_wrong_argument_is_an_error_before_the_launch(changes: Any, says: str)
 )
 def test_numbers_and_tensor_maps_are_checked_too(field: str, value: Any) -> None:
     out = torch.zeros(1, 16).bfloat16()
-    tensor_map = cuda.TensorMap(None)
+    tensor_map = cuda.TensorMap(None, 0, 0)
     right = WgmmaArguments(
         None, None, None, None, None, None, 0, 0.0, None, out, None, None, None, 1, 16, None, None,
         tensor_map, tensor_map,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -53,6 +53,7 @@ class ProjectionBlock:
     """
 
     norm: Norm | None = None
+    scratch: ClassVar[frozenset[str]] = frozenset({"_nothing"})
 
     def __init__(self, layer: Any, model: Any, gemms: SkinnyGemms, number: int) -> None:
         self._weight: Tensor = layer.eh_proj.weight
@@ -135,6 +136,7 @@ class DraftHeadBlock:
     """
 
     norm: Norm | None = None
+    scratch: ClassVar[frozenset[str]] = frozenset({"_statistics"})
 
     def __init__(self, layer: Any, model: Any, gemms: SkinnyGemms, number: int) -> None:
         self._norm, self._model, self._kernels = layer.final_layernorm, model, gemms

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +48,8 @@ class Workspace:
     WAR: statistics alternate between two buffers, so that a block's GEMM that still reads those of
     its input never meets the writer of the next ones.
     """
+
+    scratch: ClassVar[frozenset[str]] = frozenset({"_buffers", "_statistics"})
 
     def __init__(self, hidden_size: int, device: torch.device) -> None:
         self._device = device
