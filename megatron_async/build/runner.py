@@ -164,10 +164,10 @@ def open_runner(
 def _audit(
     memory: GraphMemory, model: ServedModel, batch: ForwardBatch, runner: ModelRunner
 ) -> GraphAudit:
-    from megatron_async.graph_audit.audit import WEIGHTS_REGION, GraphAudit
+    from megatron_async.graph_audit.audit import WEIGHTS, GraphAudit
 
     roots = {
         "network": model.network, "draft": model.draft, "batch": batch, "runner": runner,
-        WEIGHTS_REGION: model.weights_region,
+        WEIGHTS: model.weights_region,
     }  # fmt: skip
     return GraphAudit(memory, {name: root for name, root in roots.items() if root is not None})

@@ -170,9 +170,9 @@ class EngineConfig:
             keeps them in ``dtype``. Scales by layer and head are chosen at the start.
         record: a file that gets the engine's commands with their ticket numbers; ``megatron-async
             replay`` repeats the run.
-        audit_graphs: after new weights, a sleep, a wake-up and a reset check that all addresses in
-            captured graphs are those of tensors that the engine has now, and that the copied and
-            derived ones have new contents; ``debug`` does it too. Steps cost the same.
+        audit_graphs: after new weights, a sleep, a wake-up, a suspension and a reset check that all
+            addresses in captured graphs are those of tensors that the engine has now, and that the
+            copied and derived ones have new contents; ``debug`` does it too. Steps cost the same.
         debug: poison consumed buffers and check invariants at every step.
         testing: knobs for tests and ``bench``; a ``TestingOptions``, or its fields in a mapping.
 

@@ -432,7 +432,12 @@ class DynamicInferenceEngine:
     def resume(self) -> None:
         """Go on after :meth:`suspend`. Raises RequestError while the engine sleeps."""
         self.sleep_mode.check_awake()
-        self._driver.exclusively(self.loop.resume)
+
+        def resume() -> None:
+            self.sleep_mode.audit("a suspension")  # its user may have written to parameters
+            self.loop.resume()
+
+        self._driver.exclusively(resume)
 
     @property
     def is_sleeping(self) -> bool:
@@ -489,8 +494,9 @@ class DynamicInferenceEngine:
 
     def audit_graphs(self) -> None:
         """Check that all addresses in captured graphs are those of tensors that the engine has now,
-        as ``EngineConfig(audit_graphs=True)`` does after new weights, a sleep, a wake-up and a
-        reset; for whoever changes tensors by other ways. What is in flight is taken first.
+        as ``EngineConfig(audit_graphs=True)`` does after new weights, a sleep, a wake-up, a
+        suspension and a reset; for whoever changes tensors in other ways. What is in flight is
+        taken first.
 
         Raises:
             ConfigError: the engine was not built with ``audit_graphs`` or ``debug``.

@@ -21,8 +21,8 @@ from megatron_async.graph_audit.graph_memory import GraphMemory, Held, Place
 from megatron_async.graph_audit.live_tensors import OUTGROWN, LiveTensors
 
 MOST_SHOWN = 5
-WEIGHTS_REGION = "weights"
-"""The root that is the memory of weights, if it can be given back."""
+WEIGHTS, CACHES = "weights", "kv_cache"
+"""Tags of memory that can be given back. That of weights is the root of its name."""
 
 
 class GraphAudit:
@@ -72,9 +72,13 @@ class GraphAudit:
         ]  # fmt: skip
         if caches_woke:
             problems += [f"{name} came back with contents" for name in _filled_caches(live)]
-        if asleep is not None and not asleep:
-            problems += [f"{n} was not given back its memory" for n in _released(live)]
-        problems += self._lost_contents(live)
+        if asleep is not None:
+            problems += [
+                f"{name} was not given back its memory" for name in _released(live)
+                if (WEIGHTS if name == WEIGHTS else CACHES) not in asleep
+            ]  # fmt: skip
+            if WEIGHTS not in asleep:
+                problems += self._lost_contents(live)
         if problems:
             shown = "; ".join(problems[:MOST_SHOWN])
             more = len(problems) - MOST_SHOWN
@@ -139,13 +143,11 @@ class GraphAudit:
         return f"{_shown(place)} ({held.what}{known})"
 
     def _lost_contents(self, live: LiveTensors) -> Iterator[str]:
-        """Weights that are other ones than before a sleep, once they are there."""
-        if not self._digests or WEIGHTS_REGION in _released(live):
-            return
-        for name, tensor in _weights(live):
-            if self._digests.get(name) != _digest(tensor):
+        """Weights that are other ones than before a sleep."""
+        before, self._digests = self._digests, {}
+        for name, tensor in _weights(live) if before else ():
+            if before.get(name) != _digest(tensor):
                 yield f"{name} has other contents than before the sleep"
-        self._digests = {}
 
 
 class _Union:
@@ -209,7 +211,7 @@ def _released(live: LiveTensors) -> list[str]:
 
 def _weights(live: LiveTensors) -> Iterator[tuple[str, Tensor]]:
     """Parameters that lie in memory which can be given back."""
-    region = live.regions.get(WEIGHTS_REGION)
+    region = live.regions.get(WEIGHTS)
     if region is None or region.is_released:
         return
     whole = Place.of(region.bytes)
@@ -232,7 +234,7 @@ def _digest(tensor: Tensor) -> int:
 
 def _filled_caches(live: LiveTensors) -> Iterator[str]:
     for name, region in live.regions.items():
-        if name != WEIGHTS_REGION and not region.is_released and region.bytes.any():
+        if name != WEIGHTS and not region.is_released and region.bytes.any():
             yield name
 
 

@@ -16,7 +16,7 @@ import functools
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -132,9 +132,9 @@ def _closed_over(function: types.FunctionType) -> Iterator[object]:
 
 def _attributes(name: str, value: Any) -> Iterator[_Part]:
     kind = type(value)
-    passing = getattr(kind, "of_one_forward", frozenset())
+    passing: Collection[str] = getattr(kind, "of_one_forward", ())
     is_module, is_ours = isinstance(value, torch.nn.Module), kind.__module__.startswith(_MODELS)
-    scratch = getattr(kind, "scratch", frozenset())
+    scratch: Collection[str] = getattr(kind, "scratch", ())
     attributes = getattr(value, "__dict__", {})
     stored_nowhere = attributes.get("_non_persistent_buffers_set", ()) if is_module else ()
     for key, part in list(attributes.items()):
