@@ -166,8 +166,14 @@ def _audit(
 ) -> GraphAudit:
     from megatron_async.graph_audit.audit import WEIGHTS, GraphAudit
 
+    draft = model.draft
     roots = {
-        "network": model.network, "draft": model.draft, "batch": batch, "runner": runner,
+        "model": model.weights_owner,
+        "draft_model": None if draft is None else draft.weights_owner,
+        "batch": batch,
+        "network": model.network,
+        "draft_network": draft,
+        "runner": runner,
         WEIGHTS: model.weights_region,
-    }  # fmt: skip
+    }
     return GraphAudit(memory, {name: root for name, root in roots.items() if root is not None})

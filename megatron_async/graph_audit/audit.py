@@ -105,11 +105,14 @@ class GraphAudit:
         now = _places(live.tensors)
         outgrown = {place for name, place in now.items() if _is_outgrown(name)}
         for name, place in self._names.items():
-            if now.get(name) == place or place in outgrown or not held.meets(place):
+            # A name that is gone says nothing: another way to the tensor may be shorter now.
+            found = now.get(name, place)
+            if found == place or place in outgrown or not held.meets(place):
                 continue
-            found = f"is at {_shown(now[name])} now" if name in now else "is not there any more"
             graph = self._memory.held[held.first(place)].graph
-            yield f"{name} {found}, and {graph} holds {_shown(place)}, where it was"
+            yield (
+                f"{name} is at {_shown(found)} now, and {graph} holds {_shown(place)}, where it was"
+            )
 
     def _unnamed(self, live: LiveTensors) -> Iterator[str]:
         """What graphs hold that is no part of a live tensor."""

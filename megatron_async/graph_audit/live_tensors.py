@@ -47,7 +47,7 @@ class LiveTensors:
     """What was found.
 
     Attributes:
-        tensors: by name, such as ``network.model.embedding.word_embeddings.weight``.
+        tensors: by name, such as ``model.embedding.word_embeddings.weight``.
         made: names of those that objects of models keep beside parameters and buffers.
         keepers: objects with ``derived_tensors``, by name.
         regions: memory that can be given back, by name.
@@ -60,27 +60,32 @@ class LiveTensors:
 
     @classmethod
     def of(cls, roots: Mapping[str, object]) -> LiveTensors:
-        """Follow all that ``roots`` refer to; names begin with theirs."""
+        """Follow all that ``roots`` refer to, one after the other: what several have is named by
+        the way from the first of them, the shortest one."""
         found = cls()
-        waiting = deque(_Part(*item) for item in roots.items())
         seen: dict[int, object] = {}  # kept, so that no other object gets its id
+        for root in roots.items():
+            found._follow(_Part(*root), seen)
+        return found
+
+    def _follow(self, root: _Part, seen: dict[int, object]) -> None:
+        waiting = deque([root])
         while waiting:
             part = waiting.popleft()
             name, value = part.name, part.value
             if isinstance(value, Tensor):
-                found.tensors[name] = value
+                self.tensors[name] = value
                 if part.is_made:
-                    found.made.add(name)
+                    self.made.add(name)
                 continue
             if id(value) in seen or not _is_followed(value):
                 continue
             seen[id(value)] = value
             if isinstance(value, Region):
-                found.regions[name] = value
+                self.regions[name] = value
             elif hasattr(value, "derived_tensors"):
-                found.keepers[name] = value
+                self.keepers[name] = value
             waiting.extend(_parts(part))
-        return found
 
 
 def _is_followed(value: object) -> bool:

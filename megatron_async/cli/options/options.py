@@ -230,6 +230,8 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int | None) 
     add(FLAGS["num_cuda_graphs"], dest="num_cuda_graphs", type=graph_count, metavar="N", help=said)
     said = "capture no steps with prefill chunks: a faster start, slower prompts"
     add(FLAGS["capture_mixed_steps"], dest="capture_mixed_steps", action="store_false", help=said)
+    said = "check behind new weights, sleep and reset that captured graphs fit the engine's memory"
+    add("--audit-graphs", action="store_true", help=said)
     add("--debug", action="store_true", help="check every step and spoil freed memory; slow")
     add_parallel_options(parser)
 

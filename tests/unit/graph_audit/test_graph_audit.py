@@ -3,6 +3,7 @@ audit names it."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.lifecycle.sleep_mode import Memory
 from megatron_async.errors import ConfigError, EngineStoppedError, IntegrityError
 from megatron_async.graph_audit.derived import Derived
+from megatron_async.models.layers import rope
 from megatron_async.models.layers.norm import RMSNorm
 from tests.support.audited import audited_engine, model_of, state_of, tokens
 
@@ -70,15 +72,22 @@ def test_requests_that_run_through_updates_do_not_disturb_it() -> None:
         assert engine.runner.audit is not None and engine.runner.audit.checks == 6
 
 
-def test_another_engine_that_needs_more_positions_leaves_the_first_one_its_table() -> None:
-    with audited_engine("dense", enable_sleep_mode=False) as first:
-        before = tokens(first)
-        rotary = model_of(first).rotary
-        held = rotary.cos_sin
-        rotary.outgrown.append(held)
-        rotary.cos_sin = torch.cat([held, held])[: len(held)].clone()  # as ``reserve`` does
-        first.update_weights(state_of(first))
-        assert tokens(first) == before
+def test_another_engine_that_needs_more_positions_leaves_the_first_one_its_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rope, "FIRST_ROWS", 32)
+    with audited_engine("dense", enable_sleep_mode=False, max_sequence_length=32) as first:
+        before, rotary = tokens(first), model_of(first).rotary
+        with first.with_config(dataclasses.replace(first.config, max_sequence_length=64)) as other:
+            assert len(rotary.cos_sin) == 64 and len(rotary.outgrown) == 1
+            assert tokens(other) == before
+            first.update_weights(state_of(first))  # both are audited
+            assert first.runner.audit.checks == other.runner.audit.checks == 1  # type: ignore[union-attr]
+            assert tokens(first) == before
+            rotary.outgrown.clear()
+            with pytest.raises(IntegrityError, match=r"rotary\.outgrown\[0\]\), which was freed"):
+                first.reset()
+            other.reset()
 
 
 def test_an_engine_that_was_not_asked_for_it_watches_nothing() -> None:
@@ -138,10 +147,10 @@ MOVED: dict[str, tuple[str, Break, str]] = {
     "a parameter's data": (
         "dense",
         lambda engine: other_data(engine, model_of(engine), f"{FC1}.weight"),
-        rf"network\.model\.{FC1}\.weight is at 49152 bytes at 0x\w+ now, and graph \d+ "
+        rf"model\.{FC1}\.weight is at 49152 bytes at 0x\w+ now, and graph \d+ "
         r"\(.*H2D F\) holds 49152 bytes at 0x\w+, where it was",
     ),
-    "a parameter": ("dense", other_parameter, rf"network\.model\.{FC1}\.weight is at"),
+    "a parameter": ("dense", other_parameter, rf"model\.{FC1}\.weight is at"),
     "stacked experts": (
         "experts",
         lambda engine: other_data(
@@ -157,12 +166,12 @@ MOVED: dict[str, tuple[str, Break, str]] = {
     "an MTP layer": (
         "MTP",
         lambda engine: other_data(engine, model_of(engine), "mtp.layers.0.eh_proj.weight"),
-        r"network\.model\.mtp\.layers\.0\.eh_proj\.weight is at",
+        r"model\.mtp\.layers\.0\.eh_proj\.weight is at",
     ),
     "a draft model": (
         "draft model",
         lambda engine: other_data(engine, engine.model.draft.model, f"{FC1}.weight"),  # type: ignore[union-attr]
-        rf"draft\.model\.{FC1}\.weight is at",
+        rf"draft_model\.{FC1}\.weight is at",
     ),
     "a recurrent state": ("hybrid", other_states, r"states\._states\['ssm'\] is at"),
     "the KV cache": ("dense", other_cache, r"batch\.kv_cache is at"),
@@ -213,7 +222,7 @@ class ScaledNorm(RMSNorm):
 
     doubled: Tensor
 
-    def double(self) -> None:
+    def refresh(self) -> None:
         self.doubled = self.weight.detach() * 2
 
     def forward(self, x: Tensor) -> Tensor:
@@ -232,7 +241,7 @@ for _class in (ScaledNorm, DeclaredNorm):
 def with_norm(engine: DynamicInferenceEngine, kind: type[ScaledNorm]) -> ScaledNorm:
     norm: ScaledNorm = model_of(engine).decoder.layers[1].pre_mlp_layernorm
     norm.__class__ = kind
-    norm.double()
+    norm.refresh()
     return norm
 
 

@@ -148,7 +148,7 @@ EVENTS: dict[str, Event] = {"none": nothing, "evictions": evictions, "new weight
 def test_log_probs_of_rollouts_are_those_of_a_plain_forward(depth: int, event: str) -> None:
     config = config_at(
         depth, dtype="float32", max_requests=4, block_size_tokens=BLOCK, prefill_chunk_tokens=24,
-        max_sequence_length=128, block_count=60,
+        max_sequence_length=128, block_count=60, audit_graphs=True,
     )  # fmt: skip
     with DynamicInferenceEngine.from_pretrained("tiny", config) as engine:
         futures = {

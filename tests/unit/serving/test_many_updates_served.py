@@ -120,7 +120,10 @@ def complete(url: str, stopped: threading.Event, answers: Answers) -> None:
 
 @pytest.fixture
 def served(folders: list[Path]) -> Iterator[tuple[str, DynamicInferenceEngine]]:
-    config = config_at(1, dtype="float32", max_requests=4, max_sequence_length=64, block_count=20)
+    config = config_at(
+        1, dtype="float32", max_requests=4, max_sequence_length=64, block_count=20,
+        audit_graphs=True,
+    )  # fmt: skip
     engine = DynamicInferenceEngine.from_pretrained(folders[0], config)
     with serving(engine, NoParent(), development=True) as url:
         yield url, engine
@@ -146,6 +149,8 @@ def test_every_token_is_of_the_weights_of_its_span(
             for version in range(1, UPDATES + 1):
                 update(http, version % len(SEEDS))
                 assert engine.weight_version == version
+            audit = engine.runner.audit
+            assert audit is not None and audit.checks >= UPDATES
             while not answers:
                 """All updates came before the first answer."""
     finally:

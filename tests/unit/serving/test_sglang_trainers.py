@@ -41,7 +41,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def url(directories: list[Path]) -> Iterator[str]:
     config = config_at(
         1, dtype="float32", max_requests=4, max_sequence_length=64, block_count=20,
-        enable_sleep_mode=True,
+        enable_sleep_mode=True, audit_graphs=True,
     )  # fmt: skip
     engine = DynamicInferenceEngine.from_pretrained(directories[0], config)
     with serving(engine, NoParent(), development=True) as address:

@@ -121,7 +121,7 @@ def rollouts_of(
     that were known; ``update`` gives new weights after some steps, by how many there were."""
     config = config_at(
         depth, batch_invariant=True, block_size_tokens=4, block_count=36, prefill_chunk_tokens=16,
-        max_requests=5, max_sequence_length=64, **values,
+        max_requests=5, max_sequence_length=64, audit_graphs=True, **values,
     )  # fmt: skip
     params = [
         SamplingParams(

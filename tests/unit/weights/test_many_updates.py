@@ -154,13 +154,15 @@ def test_every_token_is_of_the_weights_of_its_span(
 ) -> None:
     states = [state_of(model) for model in models]
     config = config_at(
-        1, dtype="float32", max_requests=ROWS, max_sequence_length=32, block_size_tokens=16
-    )
+        1, dtype="float32", max_requests=ROWS, max_sequence_length=32, block_size_tokens=16,
+        audit_graphs=True,
+    )  # fmt: skip
     with (
         DynamicInferenceEngine.from_pretrained(folders[0], config) as engine,
         WAYS[way](states, folders) as source,
     ):
         ended, grown = run(engine, source)
+        assert engine.runner.audit is not None and engine.runner.audit.checks == UPDATES
     size = sum(value.numel() * value.element_size() for value in states[0].values())
     assert grown < (UPDATES - SETTLED) * size / 4  # no copy of each update stays
     told_apart = 0

@@ -26,7 +26,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def url(directory: Path) -> Iterator[str]:
     config = config_at(
         1, dtype="float32", max_requests=4, max_sequence_length=64, block_count=20,
-        enable_sleep_mode=True,
+        enable_sleep_mode=True, audit_graphs=True,
     )  # fmt: skip
     engine = DynamicInferenceEngine.from_pretrained(directory, config)
     with serving(engine, NoParent(), development=True, weight_transfer_backend="gloo") as address:

@@ -334,7 +334,9 @@ def test_the_calls_of_megatrons_trainer(loaded: Any, made: list[Worker]) -> None
 
 
 def test_an_engine_of_a_directory_gives_its_memory_back_meanwhile() -> None:
-    config = EngineConfig(enable_sleep_mode=True, device="cpu", depth=1, max_requests=2)
+    config = EngineConfig(
+        enable_sleep_mode=True, audit_graphs=True, device="cpu", depth=1, max_requests=2
+    )
     params = SamplingParams(num_tokens_to_generate=40, temperature=0.0, termination_id=-1)
 
     async def scenario(engine: DynamicInferenceEngine) -> None:
