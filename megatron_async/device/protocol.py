@@ -96,7 +96,7 @@ class Device(Protocol):
     sampled: int
     """The ticket of the next S that is enqueued, set ahead of it (for timelines)."""
     watch: CaptureWatch | None
-    """Who sees what is captured from now on; None for nobody."""
+    """It sees what is captured from now on; None for nothing."""
 
     def enqueue(self, work: Callable[[], None], name: str) -> None:
         """Run ``work`` on the stream after all that was enqueued before; returns at once."""

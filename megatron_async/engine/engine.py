@@ -495,7 +495,7 @@ class DynamicInferenceEngine:
     def audit_graphs(self) -> None:
         """Check that all addresses in captured graphs are those of tensors that the engine has now,
         as ``EngineConfig(audit_graphs=True)`` does after new weights, a sleep, a wake-up, a
-        suspension and a reset; for whoever changes tensors in other ways. What is in flight is
+        suspension and a reset; for users that change tensors in other ways. What is in flight is
         taken first.
 
         Raises:

@@ -3,7 +3,7 @@ now, and that what is made from other tensors follows them.
 
     captured graphs --hold--> places --are those of--> names <--find-- the engine's objects
 
-A name that moved is an error, whoever keeps its old memory alive: the graphs go on with that.
+A name that moved is an error, though its old memory may be alive: the graphs go on with that.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Held(NamedTuple):
 
     @property
     def is_freed(self) -> bool:
-        """Its memory has gone back, whoever has it now."""
+        """Its memory has gone back, and may be another tensor's by now."""
         return self.storage is not None and bool(self.storage.expired())
 
 

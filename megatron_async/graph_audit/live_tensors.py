@@ -29,7 +29,7 @@ OUTGROWN = "outgrown"
 _PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), type, types.ModuleType)
 _SEQUENCES = (list, tuple, deque, set, frozenset)
 _TABLES = ("_parameters", "_buffers", "_modules")
-"""Of a module, whose entries are attributes of it."""
+"""The entries of these tables of a module are attributes of it."""
 _MODELS = "megatron_async.models."
 _NOT_FOLLOWED = frozenset(sys.stdlib_module_names) | {"numpy", "msgspec", "zmq"}
 
@@ -65,10 +65,11 @@ class LiveTensors:
         found = cls()
         seen: dict[int, object] = {}  # kept, so that no other object gets its id
         for root in roots.items():
-            found._follow(_Part(*root), seen)
+            found.follow(_Part(*root), seen)
         return found
 
-    def _follow(self, root: _Part, seen: dict[int, object]) -> None:
+    def follow(self, root: _Part, seen: dict[int, object]) -> None:
+        """Add what ``root`` refers to and was not ``seen`` before."""
         waiting = deque([root])
         while waiting:
             part = waiting.popleft()

@@ -1,4 +1,4 @@
-"""Who is told of the arguments of launches that PyTorch does not see: CUDA and Triton kernels."""
+"""Tells the arguments of launches that PyTorch does not see: those of CUDA and Triton kernels."""
 
 from __future__ import annotations
 

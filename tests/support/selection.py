@@ -41,6 +41,7 @@ QUICK = (
     "test_former_addresses.py",
     "test_generation_config.py",
     "test_grammar.py",
+    "test_graph_audit.py",
     "test_kv_events.py",
     "test_megatron_api.py",
     "test_megatron_compat.py",

@@ -77,6 +77,13 @@ FORBIDDEN = {
     "kernels": ("megatron_async.engine", "megatron_async.scheduler", "megatron_async.runner"),
     "device": ("megatron_async.engine", "megatron_async.scheduler", "megatron_async.runner"),
     "drafting": ("megatron_async.engine", "megatron_async.scheduler"),
+    "graph_audit": (
+        *(name for name in ABOVE_STEP if name.rpartition(".")[2] not in ("device", "kernels")),
+        "megatron_async.drafting",
+        "megatron_async.models",
+        "megatron_async.ranks",
+        "megatron_async.weights",
+    ),
     "ranks": ("megatron_async.engine", "megatron_async.scheduler", "megatron_async.drafting"),
     "models": ("megatron_async.engine", "megatron_async.scheduler", "megatron_async.runner"),
     "sampling": (
@@ -213,8 +220,8 @@ docstring alone are none."""
 UNWANTED = (
     "kernels.compile", "kernels.gemm", "kernels.mamba", "kernels.moe", "kernels.ranks", "grammar",
     "models.adapt", "models.mamba.mixer", "models.moe", "models.layers.latent_attention",
-    "models.fused.coverage", "drafting.mtp", "drafting.ngram", "drafting.model", "ranks.group",
-    "ranks.messages", "checkpoint.families", "checkpoint.huggingface",
+    "models.fused.coverage", "graph_audit", "drafting.mtp", "drafting.ngram", "drafting.model",
+    "ranks.group", "ranks.messages", "checkpoint.families", "checkpoint.huggingface",
     "checkpoint.megatron.distributed", "contrib", "serving",
 )  # fmt: skip
 """What a model or a configuration has to ask for."""

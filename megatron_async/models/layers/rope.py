@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megatron_async.graph_audit.derived import Derived
 from megatron_async.models.description.config import ModelConfig, RopeScaling
+
+if TYPE_CHECKING:
+    from megatron_async.graph_audit.derived import Derived
 
 
 def inverse_frequencies(
@@ -140,6 +143,8 @@ class RotaryTable(torch.nn.Module):
 
     def derived_tensors(self) -> Iterator[Derived]:
         """The tables, which follow from the configuration."""
+        from megatron_async.graph_audit.derived import Derived
+
         tables = {"cos_sin": self.cos_sin}
         tables |= {f"outgrown[{n}]": table for n, table in enumerate(self.outgrown)}
         for name, table in tables.items():
