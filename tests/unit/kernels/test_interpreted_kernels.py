@@ -27,6 +27,7 @@ RUNS = (
         "test_row_kernels.py",
         "test_e4m3.py",
         "test_e4m3_cache.py",
+        "test_graph_memory.py",
     ),
     (
         "test_sample_kernel.py",
