@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from megatron_async.errors import ConfigError, EngineStoppedError, IntegrityErro
 from megatron_async.graph_audit.derived import Derived
 from megatron_async.models.layers import rope
 from megatron_async.models.layers.norm import RMSNorm
+from megatron_async.ranks.follower import Follower
+from megatron_async.ranks.messages import Done, ReplaceWeights, Sleep, WakeUp
 from tests.support.audited import audited_engine, model_of, state_of, tokens
 
 KINDS = {
@@ -212,6 +215,28 @@ def test_memory_that_was_freed_is_named_though_nobody_knows_where_it_was() -> No
         hidden[0] = torch.ones(64)
         with pytest.raises(IntegrityError, match=r"holds 256 bytes .*float32 \[64\].*was freed"):
             engine.reset()
+
+
+def test_another_rank_answers_what_its_audit_finds() -> None:
+    answers: list[Done] = []
+    group: Any = SimpleNamespace(answer=answers.append)
+    nothing: Any = SimpleNamespace(sleep=lambda message: None, wake_up=lambda message: None)
+    follower = Follower(group, nothing)
+    with audited_engine("dense") as engine:
+        tokens(engine)
+        follower._engines[1] = engine.device, engine.runner
+        said = [ReplaceWeights(), Sleep(1, True), WakeUp(1, "weights")]
+        for message in said:
+            follower.do(message)
+        assert answers == [Done()] * 3
+        old = other_parameter(engine)
+        for message in said:
+            follower.do(message)
+        errors = [
+            (answer.error, f"model.{FC1}.weight is at" in answer.message) for answer in answers
+        ]
+        assert errors[3:] == [("IntegrityError", True)] * 3
+        del old
 
 
 # --- contents ---------------------------------------------------------------------------------
