@@ -130,7 +130,7 @@ class GraphAudit:
         held, places = _Union(self._memory.held), _places(live.tensors)
         stored = {name: place for name, place in places.items() if name not in live.made}
         stored |= _places({n: each.tensor for n, each in _derived(live).items()})
-        declared = _Cover(stored.values())
+        declared = _Union(stored.values(), joins=True)  # such as of all rows of a stack
         for name in live.made & places.keys():
             if held.meets(places[name]) and not declared.has(places[name]):
                 graph = self._memory.held[held.first(places[name])].graph
@@ -154,14 +154,18 @@ class GraphAudit:
 
 
 class _Union:
-    """The union of places, as disjoint ones in order."""
+    """The union of places, as disjoint ones in order.
 
-    def __init__(self, places: Iterable[Place]) -> None:
+    Args:
+        joins: those that follow each other without a gap become one.
+    """
+
+    def __init__(self, places: Iterable[Place], *, joins: bool = False) -> None:
         self._begins: list[int] = []
         self._ends: list[int] = []
         self._firsts: list[Place] = []
         for place in sorted(places):
-            if self._ends and place.begin < self._ends[-1]:
+            if self._ends and place.begin < self._ends[-1] + joins:
                 self._ends[-1] = max(self._ends[-1], place.end)
             else:
                 self._begins.append(place.begin)
@@ -176,6 +180,11 @@ class _Union:
         """Whether they have a byte in common."""
         at = self._at(place)
         return at >= 0 and self._ends[at] > place.begin
+
+    def has(self, place: Place) -> bool:
+        """Whether one of them has all of ``place``."""
+        at = self._at(place)
+        return at >= 0 and self._begins[at] <= place.begin and place.end <= self._ends[at]
 
     def first(self, place: Place) -> Place:
         """A place of the union's part that meets ``place``."""

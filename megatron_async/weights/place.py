@@ -95,6 +95,8 @@ class WeightCopy:
     def check(self) -> None:
         """Read all that was copied once more; raises IntegrityError where a parameter does not have
         the new values."""
+        if self.placement.opened is not None:
+            self.placement.opened.check()  # before its mapping is touched
         with torch.inference_mode():
             for name, tensor, share in self.placement.copied():
                 if not share.equals(tensor):

@@ -227,13 +227,15 @@ def replace_weights(
                 try:
                     with weights.replacing():
                         replace()
+                        if isinstance(replace, CheckedCopy) and any(
+                            engine.config.audits for engine in engines
+                        ):
+                            replace.check()
                 except CheckpointError as error:
                     weights.refused()
                     for engine in engines:
                         engine.lock.recover(error)
                     raise
-                if isinstance(replace, CheckedCopy) and any(e.config.audits for e in engines):
-                    replace.check()
                 for engine in engines:
                     engine.device.synchronize()
                     engine.loop.adopt_weights(

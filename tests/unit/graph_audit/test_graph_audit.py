@@ -12,17 +12,29 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_async import megatron_compat as compat
 from megatron_async.checkpoint.targets import Target
 from megatron_async.device.releasable import Region
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.lifecycle.sleep_mode import Memory
 from megatron_async.errors import ConfigError, EngineStoppedError, IntegrityError
 from megatron_async.graph_audit.derived import Derived
+from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.models.layers import rope
 from megatron_async.models.layers.norm import RMSNorm
+from megatron_async.models.served import ServedModel
 from megatron_async.ranks.follower import Follower
 from megatron_async.ranks.messages import Done, ReplaceWeights, Sleep, WakeUp
-from tests.support.audited import audited_engine, model_of, state_of, tokens
+from tests.support.audited import (
+    DENSE,
+    EXPERTS,
+    audited_engine,
+    model_of,
+    state_of,
+    tokens,
+)
+from tests.support.engines import config_at
+from tests.unit.models.test_moe import stock_model
 
 KINDS = {
     "dense": ("dense", False),
@@ -237,6 +249,24 @@ def test_another_rank_answers_what_its_audit_finds() -> None:
         ]
         assert errors[3:] == [("IntegrityError", True)] * 3
         del old
+
+
+def test_experts_of_megatron_core_follow_their_stacked_weights() -> None:
+    config = dataclasses.replace(DENSE, **EXPERTS, moe_layer_freq=(0, 1))
+    compat.ensure_parallel_state()
+    network = GPTNetwork(stock_model(config))
+    options = config_at(1, max_requests=2, max_sequence_length=64, block_count=20, debug=True)
+    with DynamicInferenceEngine(ServedModel(network=network), options) as engine:
+        tokens(engine)
+        engine.update_weights(state_of(engine, 0.5))
+        experts = model_of(engine).decoder.layers[1].mlp.experts.local_experts
+        old = experts[2].linear_fc2.weight.data
+        experts[2].linear_fc2.weight.data = old * 2
+        with pytest.raises(
+            IntegrityError,
+            match=r"experts\.2\.linear_fc2\.weight is at .*weights\.w2\[2\] does not follow",
+        ):
+            engine.audit_graphs()
 
 
 # --- contents ---------------------------------------------------------------------------------

@@ -90,10 +90,11 @@ def test_cover_and_union_are_those_of_each_byte() -> None:
     yes = no = 0
     for _ in range(300):
         many = places(rng, rng.randrange(8))
-        cover, union = _Cover(many), _Union(many)
+        cover, union, joined = _Cover(many), _Union(many), _Union(many, joins=True)
         taken = {byte for place in many for byte in range(*place)}
         for place in places(rng, 10):
             meets = bool(taken & set(range(*place)))
+            assert joined.has(place) == taken.issuperset(range(*place))
             assert union.meets(place) == meets
             if meets:
                 first = union.first(place)
