@@ -34,6 +34,7 @@ struct Warp {
 struct Copy {
   char* into;
   const char* from;  // null: zeros
+  size_t size = 16;
 };
 
 // What a block was sent by a peer.
@@ -158,9 +159,9 @@ Block& block_of(unsigned at) {
 
 void copy(const Copy& c) {
   if (c.from)
-    std::memcpy(c.into, c.from, 16);
+    std::memcpy(c.into, c.from, c.size);
   else
-    std::memset(c.into, 0, 16);
+    std::memset(c.into, 0, c.size);
 }
 Transfer& transfer(unsigned barrier) {
   auto& all = block_of(barrier).transfers;
@@ -203,8 +204,8 @@ void take(const Delivery& d, Transfer& t) {
   std::memcpy(d.into, d.bytes.data(), d.bytes.size());
   arrive(t, d.bytes.size());
 }
-void issue(unsigned into, const void* from) {
-  Copy c{shared_at(into, 16), (const char*)(from ? checked(from, 16) : nullptr)};
+void issue(unsigned into, const void* from, size_t size = 16) {
+  Copy c{shared_at(into, size), (const char*)(from ? checked(from, size) : nullptr), size};
   if (random_bits() & 1)
     copy(c);
   else
@@ -288,6 +289,8 @@ void await_copies(size_t pending) {
   }
 }
 
+void copy_few(u32 into, const void* from, size_t size) { issue(into, from, size); }
+
 void publish(void* at, const void* value, size_t size) {
   checked(at, size);
   if (std::memcmp(at, value, size)) events++;
@@ -355,6 +358,14 @@ void wait_for_predecessor() {
   late.clear();
 }
 
+u32 permute(u32 word, u32 which) {
+  u32 r = 0;
+  for (int i = 0; i < 4; i++) {
+    const u32 digit = which >> 4 * i, byte = word >> 8 * (digit & 3) & 0xff;
+    r |= (digit & 8 ? byte >> 7 ? 0xff : 0 : byte) << 8 * i;
+  }
+  return r;
+}
 u32 pack(float lo, float hi) { return round_to_bf16(lo) | round_to_bf16(hi) << 16; }
 u32 mul2(u32 a, u32 b) {
   auto product = [](u32 a, u32 b) { return __uint_as_float(a << 16) * __uint_as_float(b << 16); };

@@ -151,6 +151,7 @@ inline int __popc(u32 v) { return __builtin_popcount(v); }
 void wait_for_predecessor();
 inline void release_successor() {}
 
+u32 permute(u32 word, u32 which);
 u32 pack(float lo, float hi);
 u32 mul2(u32 a, u32 b);
 
@@ -158,6 +159,13 @@ inline void touch(const void* p) { emulator::checked((const u32*)p); }
 inline u32 shared_address(const void* p) { return (u32)((const char*)p - shared); }
 void copy16(u32 into, const void* from);
 void copy16_or_zero(u32 into, const void* from, bool keep);
+namespace emulator {
+void copy_few(u32 into, const void* from, size_t size);
+}
+template <int BYTES>
+void copy_few(u32 into, const void* from) {
+  emulator::copy_few(into, from, BYTES);
+}
 void commit_copies();
 template <int PENDING>
 void await_copies() {

@@ -12,28 +12,54 @@
 // own operands for two instructions. Each warp has a ring in shared memory for its rows of W alone, of ST
 // stages of 64 columns, so weights need no barrier of the CTA. A copy brings whole lines: 128 bytes of
 // four rows.
+//
+// Of W8 a stage has 128 columns, as many bytes of W. A lane's 16 bytes are 16 k, for four instructions
+// (skinny_gemm_mma_fp8.cuh), and so it loads 32 bytes of x. Behind a stage's weights lie its scales, if
+// they are not of whole rows: SCALE_BYTES of each row.
 
+#if W8
+#define W_BYTES 1                       // of a weight
+#define X_LINE 256                      // bytes of a row of x in a stage
+#define X_LINE_VECTORS 16               // of 16 bytes
+#define X_EIGHT 128                     // and of eight rows
+#define X_PAD 16
+#define X_SWAP(row) (row & 1)
+#define SCALE_BYTES (SCALES_ROWS ? 0 : 4 * STAGE_K / SCALE_COLUMNS)
+#define SCALE_COPIES ((16 * RT + 31) / 32)
+#define STAGE_BYTES (WEIGHT_BYTES + (16 * RT * SCALE_BYTES + 127) / 128 * 128)
+#else
+#define SCALE_BYTES 0
+#define W_BYTES 2
+#define X_LINE 128
+#define X_LINE_VECTORS 8
+#define X_EIGHT 64
+#define X_PAD 64
+#define X_SWAP(row) ((row & 1) << 2)
+#define STAGE_BYTES WEIGHT_BYTES
+#endif
 #define WARPS (WR * WK)
 #define TILES (RT * WR)
 #define WARP_TILES RT
 #define INTERLEAVED 0
 #define LATE_RESIDUAL WORKSPACE
-#define STAGE_BYTES WEIGHT_BYTES
 #define RING_BYTES (ST * STAGE_BYTES)
 #define X_STAGES 2                      // in a buffer of x
 #define X_BUFFERS ((ST + 1) / 2 + 1)
-#define X_ROW (STREAM_X ? 128 : SLICE * 2 + 64)
-#define X_STAGE (MT * 8 * 128)
+#define X_ROW (STREAM_X ? X_LINE : SLICE * 2 + X_PAD)
+#define X_STAGE (MT * 8 * X_LINE)
 #define X_BYTES (STREAM_X ? X_BUFFERS * X_STAGES * X_STAGE : XR * X_ROW)
 #define X_VECTORS ((XR * SLICE / 8 + THREADS - 1) / THREADS)  // of 16 bytes for each thread
 #define X_BATCH (X_VECTORS < 12 ? X_VECTORS : 12)
-#define X_COPIES ((X_STAGES * MT * 64 + THREADS - 1) / THREADS)  // of a thread for each buffer
+#define X_COPIES ((X_STAGES * MT * X_EIGHT + THREADS - 1) / THREADS)  // of a thread for each buffer
 #define X_AT (WARPS * RING_BYTES)
 #define MAINLOOP_BYTES (X_AT + X_BYTES)
 
 extern __shared__ __align__(128) char shared[];
 
 #include "skinny_gemm.cuh"
+#if W8
+#include "e4m3.cuh"
+#endif
 
 static_assert(!STREAM_X || (WK == 1 && NORM != 2), "streaming x");
 static_assert(XR == 8 * MT || MT == 1, "rows of x");
@@ -45,7 +71,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     skinny_gemm_mma(const u16* x, const char* w, const u16* bias, const u16* norm_weight,
                     const u16* norm_bias, const float2* stats_in, int stats_tiles, float eps,
                     const u16* residual, u16* out, const u16* next_weight, u16* scaled,
-                    float2* stats_out, int M, int out_row, float4* workspace, u32* arrivals SENDING) {
+                    float2* stats_out, int M, int out_row, float4* workspace, u32* arrivals SCALING SENDING) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int wr = warp % WR, wk = warp / WR;
   const int rank = SPLIT_K > 1 ? blockIdx.x % SPLIT_K : 0;
@@ -71,6 +97,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   // is four rows on, which must be rows of W too.
   constexpr bool whole = N % 8 == 0;
   const char* ahead[RT][2][whole ? 1 : 2];
+#if SCALE_BYTES
+  const char* ahead_scale[SCALE_COPIES];  // of rows lane, lane + 32, ... of the warp's
+#endif
   auto start_tile = [&](int tile) {
 #pragma unroll
     for (int r = 0; r < RT; r++)
@@ -81,8 +110,17 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
           int first = (tile * WR + wr) * RT + r, row = lane / 8 + j * 4;
           int n = GATED ? first * 8 + half * (N / 2) : first * 16 + half * 8;
           n = whole ? min(n, N - 8) + row : min(n + row, N - 1);
-          ahead[r][half][j] = w + (size_t)n * (K * 2) + first_stage * 128 + lane % 8 * 16;
+          ahead[r][half][j] = w + (size_t)n * (K * W_BYTES) + first_stage * 128 + lane % 8 * 16;
         }
+#if SCALE_BYTES
+#pragma unroll
+    for (int i = 0; i < SCALE_COPIES; i++) {
+      const int row = (lane + i * 32) % (16 * RT), first = (tile * WR + wr) * RT + row / 16;
+      const int n = GATED ? first * 8 + row / 8 % 2 * (N / 2) + row % 8 : first * 16 + row % 16;
+      ahead_scale[i] = (const char*)(weight_scale + (size_t)min(n, N - 1) * (K / SCALE_COLUMNS)) +
+                       first_stage * SCALE_BYTES;
+    }
+#endif
   };
   start_tile(tile);
   int ahead_tile = tile, ahead_k = 0, issued = 0;
@@ -95,10 +133,19 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
         for (int j = 0; j < 2; j++)
           copy16(ahead_slot + (r * 2 + half) * 1024 + j * 512,
-                 whole ? ahead[r][half][0] + j * 4 * K * 2 : ahead[r][half][j * !whole]);
+                 whole ? ahead[r][half][0] + j * 4 * K * W_BYTES : ahead[r][half][j * !whole]);
 #pragma unroll
         for (int j = 0; j < (whole ? 1 : 2); j++) ahead[r][half][j] += 128;
       }
+#if SCALE_BYTES
+#pragma unroll
+    for (int i = 0; i < SCALE_COPIES; i++) {
+      const int row = lane + i * 32;
+      if (row < 16 * RT)
+        copy_few<SCALE_BYTES>(ahead_slot - copied + WEIGHT_BYTES + row * SCALE_BYTES, ahead_scale[i]);
+      ahead_scale[i] += SCALE_BYTES;
+    }
+#endif
     ahead_slot += STAGE_BYTES;
     if (ahead_slot >= ring_end) ahead_slot -= RING_BYTES;
     issued++;
@@ -115,16 +162,16 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   u32 x_from[X_COPIES], x_to[X_COPIES];
 #pragma unroll
   for (int p = 0; p < X_COPIES && STREAM_X; p++) {
-    const u32 i = threadIdx.x + p * THREADS, row = i / 8 % (MT * 8), c = i % 8;
-    x_from[p] = min(row, M - 1u) * (K * 2u) + (slice_stage + i / (MT * 64)) * 128 + c * 16;
-    x_to[p] = i / (MT * 64) * X_STAGE + row * 128 + ((c ^ ((row & 1) << 2)) * 16);
+    const u32 i = threadIdx.x + p * THREADS, row = i / X_LINE_VECTORS % (MT * 8), c = i % X_LINE_VECTORS;
+    x_from[p] = min(row, M - 1u) * (K * 2u) + (slice_stage + i / (MT * X_EIGHT)) * X_LINE + c * 16;
+    x_to[p] = i / (MT * X_EIGHT) * X_STAGE + row * X_LINE + ((c ^ X_SWAP(row)) * 16);
   }
   auto load_x = [&]() {
 #pragma unroll
     for (int p = 0; p < X_COPIES; p++) {
       const u32 i = threadIdx.x + p * THREADS;
-      if (i < X_STAGES * MT * 64 && x_stage + (int)(i / (MT * 64)) < count)
-        copy16(x_buffer + x_to[p], (const char*)x + x_from[p] + x_stage * 128);
+      if (i < X_STAGES * MT * X_EIGHT && x_stage + (int)(i / (MT * X_EIGHT)) < count)
+        copy16(x_buffer + x_to[p], (const char*)x + x_from[p] + x_stage * X_LINE);
     }
     x_buffer = x_buffer == base + X_AT + (X_BUFFERS - 1) * X_STAGES * X_STAGE
                    ? base + X_AT
@@ -139,8 +186,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #include "skinny_gemm_prefetch.cuh"
   if (NORM == 2) {
     for (int i = threadIdx.x; i < SLICE / 64; i += THREADS) {
-      touch(norm_weight + slice_stage * 64 + i * 64);
-      touch(norm_bias + slice_stage * 64 + i * 64);
+      touch(norm_weight + slice_stage * STAGE_K + i * 64);
+      touch(norm_bias + slice_stage * STAGE_K + i * 64);
     }
   }
 
@@ -161,7 +208,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #include "skinny_gemm_input.cuh"
   if (!LATE_RESIDUAL) load_residual();
 #if !STREAM_X
-  const int slice_vectors = (K_STAGES * (rank + 1) / SPLIT_K - slice_stage) * 8,
+  const int slice_vectors = (K_STAGES * (rank + 1) / SPLIT_K - slice_stage) * X_LINE_VECTORS,
             vectors = M * slice_vectors;
 #pragma unroll 1
   for (int first = threadIdx.x; first == threadIdx.x || first < vectors;
@@ -169,7 +216,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     Vec v[X_BATCH];
 #pragma unroll
     for (int j = 0; j < X_BATCH; j++) {
-      int i = first + j * THREADS, k = slice_stage * 64 + i % slice_vectors * 8;
+      int i = first + j * THREADS, k = slice_stage * STAGE_K + i % slice_vectors * 8;
       if (i < vectors) v[j] = load_l2_vec(x + (size_t)(i / slice_vectors) * K + k);
     }
     if (NORM == 2 && first == threadIdx.x) {
@@ -179,7 +226,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
     for (int j = 0; j < X_BATCH; j++) {
       int i = first + j * THREADS, row = i / slice_vectors, c = i % slice_vectors;
-      int k = slice_stage * 64 + c * 8;
+      int k = slice_stage * STAGE_K + c * 8;
       if (i >= vectors) break;
       if (NORM == 2) {
         Vec a = *(const Vec*)(norm_weight + k), b = *(const Vec*)(norm_bias + k);
@@ -221,9 +268,16 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   int k_done = 0;
   const u32 own_w = ring + g * 128 + (t ^ (g & 1) << 2) * 16;
   u32 slot = own_w;
-  // This lane's 16 bytes of row g of x for the first half of a stage; the second is 64 bytes away.
+  // This lane's 16 bytes of row g of x for the first half of a stage; the second is 64 bytes away. Of W8
+  // they are the first 16 of 32, and half a stage is 128 bytes.
+#if W8
+  const u32 own_scale = ring + WEIGHT_BYTES - own_w + t * 2 * SCALE_BYTES;  // from `slot` on
+  const u32 own_x = base + X_AT + (STREAM_X ? g : min(g, XR - 1)) * X_ROW + t * 32 +
+                    (STREAM_X ? X_SWAP(g) * 16 : (first_stage - slice_stage) * X_LINE);
+#else
   const u32 own_x = base + X_AT + (STREAM_X ? g : min(g, XR - 1)) * X_ROW +
                     (STREAM_X ? (t ^ ((g & 1) << 2)) * 16 : (first_stage - slice_stage) * 128 + t * 16);
+#endif
   u32 x_at = own_x;
   if (STREAM_X) await_copies<X_BUFFERS - 2>();
   for (int i = 0; i < total; i++) {
@@ -239,6 +293,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       await_copies<ST - 1>();
       __syncwarp();  // RAW: what the other lanes copied
     }
+#if W8
+#include "skinny_gemm_mma_fp8.cuh"
+#else
     Vec b[2][RT][2], a[2][MT];
 #pragma unroll
     for (int u = 0; u < 2; u++) {
@@ -274,10 +331,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
               }
               mma(sums[r][half][mt / 2], a0, a1, a2, a3, b0, b1);
             }
+#endif
     slot = slot == own_w + (ST - 1) * STAGE_BYTES ? own_w : slot + STAGE_BYTES;
     k_done++;
     if (!STREAM_X) {
-      x_at += 128;
+      x_at += X_LINE;
     } else {
       x_at += X_STAGE;
       if (x_at == own_x + X_BUFFERS * X_STAGES * X_STAGE) x_at = own_x;

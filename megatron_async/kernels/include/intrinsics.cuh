@@ -43,6 +43,21 @@ template <int PENDING>
 __device__ __forceinline__ void await_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
+#if W8
+// Copies 4, 8 or 16 bytes.
+template <int BYTES>
+__device__ __forceinline__ void copy_few(u32 into, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(into), "l"(from), "n"(BYTES)
+               : "memory");
+}
+// Bytes of a word, from the lowest on: a digit of `which` says which one, and with 8 more its sign bit
+// eight times.
+__device__ __forceinline__ u32 permute(u32 word, u32 which) {
+  u32 r;
+  asm("prmt.b32 %0, %1, %1, %2;" : "=r"(r) : "r"(word), "r"(which));
+  return r;
+}
+#endif
 
 // Bulk copies report the bytes that arrived to a barrier in shared memory. Its phases alternate in
 // parity, from 0 on; one ends when all bytes that its one arrival announced are there.

@@ -14,6 +14,9 @@
 //   SENDS     1: of EPILOGUE 0, the output is a rank's partial sums, and goes to all RANKS ranks' memory,
 //             its own too, for peer_sum.cu with SENT; `out` is not written. CAPACITY as there
 //   OWN       fragments that a CTA of a cluster finishes, if it finishes any
+//   W8        1: W is e4m3, a byte each, and weight_scale fp32 [N, K / SCALE_COLUMNS]; the product is that
+//             of each row and of each SCALE_COLUMNS columns, in fp32, times its scale. K of them: a scale
+//             for each row (skinny_gemm_mma.cu alone)
 //   MIN_SHARED  bytes of shared memory to take at least: more than half keeps two CTAs of one GEMM off
 //             one SM while other SMs have none
 //
@@ -44,10 +47,20 @@
 #define SENDING
 #endif
 
+#if W8
+#define SCALING , const float* weight_scale
+#define STAGE_K 128                     // columns of K in a stage
+#define SCALES_ROWS (SCALE_COLUMNS == K)  // what the epilogue scales
+#else
+#define SCALING
+#define STAGE_K 64
+#define SCALES_ROWS 0
+#endif
+
 #define THREADS (32 * WARPS)
-#define K_STAGES (K / 64)               // 64 columns of K each
+#define K_STAGES (K / STAGE_K)
 #define WEIGHT_BYTES (2048 * RT)        // of RT tiles in a stage
-#define SLICE ((K_STAGES + SPLIT_K - 1) / SPLIT_K * 64)
+#define SLICE ((K_STAGES + SPLIT_K - 1) / SPLIT_K * STAGE_K)
 #define FRAGMENTS (MT * TILES)
 #define CLUSTER (WORKSPACE ? 1 : SPLIT_K)
 #define OWNERS (FRAGMENTS / OWN)        // CTAs of the cluster that finish some fragments
@@ -56,6 +69,7 @@
 #define STAT_TILES (OWN < TILES ? OWN : TILES)
 #define GATED (EPILOGUE == 2)
 #define BIAS_LINES ((16 * TILES * 2 / (GATED ? 2 : 1) + 127) / 128)  // of 128 bytes
+#define SCALE_LINES ((16 * TILES * 4 / (GATED ? 2 : 1) + 127) / 128)
 #define SCALES (EPILOGUE == 1 && STATS == 1)
 
 #define SCALE_AT MAINLOOP_BYTES         // mean and 1 / deviation of each row of x
@@ -65,7 +79,7 @@
 #define ALL_SENT_AT (SENT_AT + SENT_BYTES)  // their barrier
 #define SHARED_BYTES (ALL_SENT_AT + (CLUSTER > 1 ? 8 : 0))
 
-static_assert(K % 64 == 0 && K_STAGES >= SPLIT_K * WK, "shape");
+static_assert(K % STAGE_K == 0 && K_STAGES >= SPLIT_K * WK, "shape");
 static_assert(FRAGMENTS % OWN == 0 && OWNERS <= CLUSTER, "every fragment has an owner");
 static_assert(TILES % STAT_TILES == 0 && OWN % STAT_TILES == 0, "statistics");
 static_assert(!PERSISTENT || (WK * SPLIT_K == 1 && EPILOGUE != 1), "a persistent CTA keeps its ring busy");
