@@ -37,6 +37,7 @@ _INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.MULTILINE)
 _NUMBERS = {float: ctypes.c_float, int: ctypes.c_int}
 
 Bf16 = Annotated[Tensor, torch.bfloat16]
+E4m3 = Annotated[Tensor, torch.float8_e4m3fn]
 Fp32 = Annotated[Tensor, torch.float32]
 Int32 = Annotated[Tensor, torch.int32]
 Int64 = Annotated[Tensor, torch.int64]

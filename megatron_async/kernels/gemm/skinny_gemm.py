@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.compile import (
     Bf16,
+    E4m3,
     Fp32,
     Int32,
     Kernel,
@@ -54,6 +55,29 @@ class MmaArguments(NamedTuple):
     out_row: int
     workspace: Fp32 | None
     arrivals: Int32 | None
+
+
+class E4m3Arguments(NamedTuple):
+    """Parameters of ``skinny_gemm_mma.cu`` with ``W8``, in order: the same and the scales."""
+
+    x: Bf16
+    w: E4m3
+    bias: Bf16 | None
+    norm_weight: Bf16 | None
+    norm_bias: Bf16 | None
+    stats_in: Fp32 | None
+    stats_tiles: int
+    eps: float
+    residual: Bf16 | None
+    out: Bf16 | None
+    next_weight: Bf16 | None
+    scaled: Bf16 | None
+    stats_out: Fp32 | None
+    M: int
+    out_row: int
+    workspace: Fp32 | None
+    arrivals: Int32 | None
+    weight_scale: Fp32
 
 
 class WgmmaArguments(NamedTuple):
@@ -117,6 +141,8 @@ class SkinnyGemm:
         norm, norm_statistics: of the input, and the norm (``RMS_NORM``, ``LAYER_NORM``) that
             reads the statistics which epilogue ``ADD`` writes.
         sends: with epilogue ``STORE``, where the output goes; None for ``out``.
+        scale_columns: 0 for bfloat16 weights. Else they are e4m3, and a scale is for so many
+            columns of a row: 32, 64, 128 or ``k``.
     """
 
     def __init__(
@@ -130,9 +156,12 @@ class SkinnyGemm:
         config: TileConfig,
         device: torch.device,
         sends: Sending | None = None,
+        scale_columns: int = 0,
     ) -> None:
         sm_count, limit = cuda.sm_count(device.index or 0), block_limit(device)
-        macros = defines(n, k, rows, norm, epilogue, norm_statistics, config, sm_count, limit)
+        macros = defines(
+            n, k, rows, norm, epilogue, norm_statistics, config, sm_count, limit, scale_columns
+        )
         macros |= {} if sends is None else sends.macros
         self._sends = sends
         self.kernel: Kernel = kernel(config.kernel, macros, device)
@@ -150,7 +179,7 @@ class SkinnyGemm:
             self._arrivals = torch.zeros(tiles, dtype=torch.int32, device=device)
         self.statistic_rows = config.statistic_rows(rows)
         self._n, self._k, self._rows, self._config = n, k, rows, config
-        self._gated = epilogue == SILU_GATE
+        self._gated, self._scale_columns = epilogue == SILU_GATE, scale_columns
         self._weight_maps: dict[int, TensorMap] = {}
         self._x_maps: dict[tuple[int, int], TensorMap] = {}
 
@@ -166,8 +195,10 @@ class SkinnyGemm:
         residual: Tensor | None = None,
         scaled: tuple[Tensor, Tensor] | None = None,
         statistics_out: Tensor | None = None,
+        weight_scale: Tensor | None = None,
     ) -> None:
-        """``out [M, N] = epilogue(norm(x [M, K]) weight^T)``; all contiguous bfloat16.
+        """``out [M, N] = epilogue(norm(x [M, K]) weight^T)``; all contiguous bfloat16, but for
+        weights in e4m3, which are multiplied by their scales (:func:`scaled_product`).
 
         Args:
             norm: (weight, bias, epsilon); for RMSNorm ``x`` is multiplied by the weight already.
@@ -177,6 +208,7 @@ class SkinnyGemm:
             scaled: with epilogue ``ADD`` before RMSNorm, its weight ``[N]`` and where ``out`` times
                 that goes, ``[M, N]``.
             statistics_out: fp32, those of ``out`` that epilogue ``ADD`` emits.
+            weight_scale: of e4m3 weights, contiguous fp32 ``[N, K / scale_columns]``.
 
         Raises:
             TypeError: a tensor has another dtype.
@@ -185,7 +217,7 @@ class SkinnyGemm:
         next_weight, scaled_out = scaled or (None, None)
         stats_tiles = 0 if statistics is None else statistics.shape[1]
         row = self._n if out is None else out.stride(0)
-        arguments: WgmmaArguments | MmaArguments
+        arguments: WgmmaArguments | MmaArguments | E4m3Arguments
         if self._config.tma:
             arguments = WgmmaArguments(
                 None, None, bias, None, None, statistics, stats_tiles, float(eps), residual, out,
@@ -198,6 +230,8 @@ class SkinnyGemm:
                 residual, out, next_weight, scaled_out, statistics_out, x.shape[0], row,
                 self._workspace, self._arrivals,
             )  # fmt: skip
+            if self._scale_columns:
+                arguments = E4m3Arguments(*arguments, weight_scale)  # type: ignore[arg-type]
         further = () if self._sends is None else self._sends.arguments
         self.kernel.launch(self._grid, arguments, *further)
 
@@ -235,6 +269,7 @@ def defines(
     config: TileConfig,
     sm_count: int,
     limit: int = SHARED_BYTES,
+    scale_columns: int = 0,
 ) -> dict[str, int]:
     """Macros of the kernel that ``config`` configures, for a GPU whose CTAs have ``limit`` bytes of
     shared memory."""
@@ -251,7 +286,25 @@ def defines(
             "XR": rows, "WR": config.warps_n, "WK": config.warps_k,
             "STREAM_X": int(config.stream_x),
         }  # fmt: skip
+    if scale_columns:
+        macros |= {"W8": 1, "SCALE_COLUMNS": scale_columns}
     return macros
+
+
+def scaled_product(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+    """What the kernels multiply with e4m3 weights, with PyTorch, in the precision of ``x``.
+
+    Args:
+        x: ``[M, K]``, float32 or float64.
+        weight: float8_e4m3fn ``[N, K]``.
+        weight_scale: fp32 ``[N, groups]``, each of which has ``K / groups`` columns of a row.
+
+    Returns:
+        ``[M, N]``: over all groups, the sum of products times the group's scale.
+    """
+    groups = weight_scale.shape[1]
+    parts = x.unflatten(1, (groups, -1)), weight.to(x.dtype).unflatten(1, (groups, -1))
+    return torch.einsum("mgk,ngk,ng->mn", *parts, weight_scale.to(x.dtype))
 
 
 def statistics_of(hidden: Tensor, norm: int, per_tile: int) -> Tensor:

@@ -20,12 +20,12 @@ from megatron_async.kernels.gemm.tile_config import (
     ANY_SHAPE_ROWS,
     HEURISTIC,
     SHARED_BYTES,
-    STAGE_K,
     Entry,
     GemmProblem,
     TileConfig,
     lookup,
     measured,
+    stage_columns,
 )
 
 FALLBACK_ROWS = {
@@ -44,18 +44,20 @@ def find(
     The measured one of this shape at these rows, or at rows near by, that can be built and needs no
     TMA where there is none. Else, for up to :data:`ANY_SHAPE_ROWS` rows, the heuristic's.
     """
-    rows, n, k, norm, epilogue = problem
+    rows, n, k, norm, epilogue, scale_columns = problem
     assert norm is not None and epilogue is not None
     table = measured()
     for like in FALLBACK_ROWS.get(rows, ()):
         entry = lookup(table, problem._replace(rows=like))
         if entry is None or entry.config.tma > tma:
             continue
-        if entry.config.fits(n, k, rows, norm, epilogue, limit):
+        if entry.config.fits(n, k, rows, norm, epilogue, limit, scale_columns):
             return entry
     if rows > ANY_SHAPE_ROWS:
         return None
-    config = heuristic_config(n, k, rows, norm, epilogue, tma, sm_count=sm_count, limit=limit)
+    config = heuristic_config(
+        n, k, rows, norm, epilogue, tma, sm_count=sm_count, limit=limit, scale_columns=scale_columns
+    )
     return None if config is None else Entry(problem, config, HEURISTIC)
 
 
@@ -70,9 +72,11 @@ def choose(
     *,
     sm_count: int,
     limit: int = SHARED_BYTES,
+    scale_columns: int = 0,
 ) -> TileConfig | None:
     """The config of :func:`find`."""
-    entry = find(GemmProblem(rows, n, k, norm, epilogue), tma, sm_count=sm_count, limit=limit)
+    problem = GemmProblem(rows, n, k, norm, epilogue, scale_columns)
+    entry = find(problem, tma, sm_count=sm_count, limit=limit)
     return None if entry is None else entry.config
 
 
@@ -111,6 +115,7 @@ def candidates(
     sm_count: int,
     waves: bool = False,
     limit: int = SHARED_BYTES,
+    scale_columns: int = 0,
 ) -> Iterator[TileConfig]:
     """mma configs that are not hopeless: enough warps, and enough CTAs but not many waves of them.
 
@@ -129,14 +134,14 @@ def candidates(
         if ctas > max_ctas(sm_count) and not persistent and not waves:
             continue
         shape = shape._replace(persistent=persistent)
-        if not shape.fits(n, k, rows, norm, epilogue, limit=sys.maxsize):
+        if not shape.fits(n, k, rows, norm, epilogue, sys.maxsize, scale_columns):
             continue  # with any number of stages
         # None of the others fits.
         streams = (False, True) if warps_k == 1 else (False,)
         workspaces = (False, True) if warps_k == 1 < split_k and not waves else (False,)
         for stages, stream_x, workspace in itertools.product(_STAGES, streams, workspaces):
             config = TileConfig(*shape[:4], stages, stream_x, persistent, workspace)
-            if config.fits(n, k, rows, norm, epilogue, limit):
+            if config.fits(n, k, rows, norm, epilogue, limit, scale_columns):
                 yield config
 
 
@@ -150,6 +155,7 @@ def heuristic_config(
     *,
     sm_count: int,
     limit: int = SHARED_BYTES,
+    scale_columns: int = 0,
 ) -> TileConfig | None:
     """The config for a GEMM ``[rows, k] x [n, k]^T``; None if none can be built.
 
@@ -158,7 +164,7 @@ def heuristic_config(
         tma: whether the wgmma kernel may be taken.
         limit: bytes of shared memory that a CTA may have.
     """
-    if tma and _favours_tma(n, k, rows, epilogue):
+    if tma and not scale_columns and _favours_tma(n, k, rows, epilogue):
         shapes = tma_tile_shapes(n, sm_count)
         balanced = balanced_configs(
             shapes, n, k, rows, norm, epilogue, sm_count=sm_count, limit=limit
@@ -168,9 +174,11 @@ def heuristic_config(
     for waves in (False, True):
         best: tuple[float, TileConfig] | None = None
         for config in candidates(
-            n, k, rows, norm, epilogue, sm_count=sm_count, waves=waves, limit=limit
-        ):
-            cost = _cost(config, n, k, rows, sm_count, limit)
+            n, k, rows, norm, epilogue, sm_count=sm_count, waves=waves, limit=limit,
+            scale_columns=scale_columns,
+        ):  # fmt: skip
+            resident = 2 if config.shared_bytes(k, rows, scale_columns) <= limit // 2 else 1
+            cost = _cost(config, n, rows, sm_count, resident)
             if best is None or cost < best[0]:
                 best = cost, config
         if best is not None:
@@ -218,6 +226,7 @@ def balanced_configs(
     *,
     sm_count: int,
     limit: int = SHARED_BYTES,
+    scale_columns: int = 0,
 ) -> list[TileConfig]:
     """Configs that give every SM about as much to read, with enough of it in flight; best first.
 
@@ -228,14 +237,14 @@ def balanced_configs(
     for shape in shapes:
         ctas = shape.ctas(n)
         resident = 2 if shape.persistent else -(-ctas // sm_count)  # CTAs of an SM
-        units = k / STAGE_K / (shape.split_k * shape.warps_k)
+        units = k / stage_columns(scale_columns) / (shape.split_k * shape.warps_k)
         if resident > 4 or units < 1:
             continue
         share = limit // resident - 1024
         for stages in range(min(14, math.ceil(units)), 1, -1):
             config = shape._replace(stages=stages)
-            if config.fits(n, k, rows, norm, epilogue, limit) and (
-                config.shared_bytes(k, rows) <= share or stages == MIN_STAGES
+            if config.fits(n, k, rows, norm, epilogue, limit, scale_columns) and (
+                config.shared_bytes(k, rows, scale_columns) <= share or stages == MIN_STAGES
             ):
                 break
         else:
@@ -249,12 +258,11 @@ def balanced_configs(
     return sorted(scores, key=scores.__getitem__, reverse=True)
 
 
-def _cost(config: TileConfig, n: int, k: int, rows: int, sm_count: int, limit: int) -> float:
+def _cost(config: TileConfig, n: int, rows: int, sm_count: int, resident: int) -> float:
     """What measuring favoured: CTAs on all SMs in one wave, two on each SM so that the next GEMM's
     weights are in flight while this one ends, many warps in K while x is small, no large
     clusters."""
     ctas = config.ctas(n)
-    resident = 2 if config.shared_bytes(k, rows) <= limit // 2 else 1
     if config.persistent:
         waves = 1.0
     else:
@@ -282,9 +290,12 @@ def spread(
     problem: GemmProblem, count: int, *, tma: bool, sm_count: int, limit: int = SHARED_BYTES
 ) -> list[TileConfig]:
     """Some mma configs at random, and as many wgmma configs."""
-    rows, n, k, norm, epilogue = problem
+    rows, n, k, norm, epilogue, scale_columns = problem
     assert norm is not None and epilogue is not None
-    found = [list(candidates(n, k, rows, norm, epilogue, sm_count=sm_count, limit=limit)), []]
+    by_mma = candidates(
+        n, k, rows, norm, epilogue, sm_count=sm_count, limit=limit, scale_columns=scale_columns
+    )
+    found = [list(by_mma), []]
     if tma:
         found[1] = [each for each in tma_configs(n, sm_count) if each.can_serve(problem, limit)]
     for some in found:
@@ -317,15 +328,16 @@ def balanced(
 ) -> list[TileConfig]:
     """Return of :func:`balanced_configs` the first ``count`` by mma, and half as many by wgmma: at
     most three that divide the weight in the same way."""
-    rows, n, k, norm, epilogue = problem
+    rows, n, k, norm, epilogue, scale_columns = problem
     assert norm is not None and epilogue is not None
     by_tma = tma_tile_shapes(n, sm_count) if tma else ()
     chosen: list[TileConfig] = []
     for shapes, most in ((mma_tile_shapes(n, sm_count), count), (by_tma, count // 2)):
         taken: Counter[tuple[int, int]] = Counter()
         for config in balanced_configs(
-            shapes, n, k, rows, norm, epilogue, sm_count=sm_count, limit=limit
-        ):
+            shapes, n, k, rows, norm, epilogue, sm_count=sm_count, limit=limit,
+            scale_columns=scale_columns,
+        ):  # fmt: skip
             alike = config.weight_rows, config.split_k
             if taken[alike] < 3 and taken.total() < most:
                 taken[alike] += 1

@@ -35,8 +35,10 @@ SHARED_BYTES = HOPPER_BYTES
 given."""
 MAX_CLUSTER = 8
 """CTAs that every GPU of this capability runs in a cluster."""
-STAGE_K = 64
-"""Columns of K in a stage of the ring."""
+STAGE_K, E4M3_STAGE_K = 64, 128
+"""Columns of K in a stage of the ring, of bfloat16 and of e4m3 weights."""
+SCALE_COLUMNS = (32, 64, 128)
+"""Columns of e4m3 weights that share a scale in a row, where not the whole row does."""
 
 BUILT_IN = Path(__file__).with_name("tile_configs.json")
 USER_FILE = "tile_configs.json"
@@ -48,6 +50,9 @@ class GemmProblem(NamedTuple):
     """A GEMM ``[rows, k] x [n, k]^T`` with what is fused into it, for padded ``rows``.
 
     In a table a ``norm`` and ``epilogue`` of None stand for all of them: see :func:`lookup`.
+
+    Args:
+        scale_columns: 0 for bfloat16 weights; of e4m3 weights, columns that share a scale.
     """
 
     rows: int
@@ -55,6 +60,7 @@ class GemmProblem(NamedTuple):
     k: int
     norm: int | None = None
     epilogue: int | None = None
+    scale_columns: int = 0
 
 
 class TileConfig(NamedTuple):
@@ -117,19 +123,23 @@ class TileConfig(NamedTuple):
             own += 1
         return own
 
-    def shared_bytes(self, k: int, rows: int) -> int:
+    def shared_bytes(self, k: int, rows: int, scale_columns: int = 0) -> int:
         """About what a CTA takes: the ring of W and x, received partial sums, and a reserve."""
+        stage_k = stage_columns(scale_columns)
         in_cluster = self.split_k > 1 and not self.workspace
         sent = self.owned(rows) * self.split_k * self.warps_k * 512 if in_cluster else 0
         if self.tma:
             stage = 2048 * self.row_tiles + row_groups(rows) * 1024
             return self.stages * stage + 16384 + sent
-        ring = self.warps_n * self.warps_k * self.stages * 2048 * self.row_tiles
+        stage = 2048 * self.row_tiles
+        if 0 < scale_columns < k:
+            stage += -(-64 * self.row_tiles * (stage_k // scale_columns) // 128) * 128
+        ring = self.warps_n * self.warps_k * self.stages * stage
         if self.stream_x:
             buffers = (self.stages + 1) // 2 + 1
-            x = 2 * buffers * row_groups(rows) * 1024
+            x = 2 * buffers * row_groups(rows) * 16 * stage_k
         else:
-            slice_k = -(-(k // STAGE_K) // self.split_k) * STAGE_K
+            slice_k = -(-(k // stage_k) // self.split_k) * stage_k
             x = rows * (slice_k * 2 + 64)
         return ring + x + 8192 + sent
 
@@ -141,17 +151,21 @@ class TileConfig(NamedTuple):
         norm: int | None,
         epilogue: int | None,
         limit: int = SHARED_BYTES,
+        scale_columns: int = 0,
     ) -> bool:
         """Whether the kernel can be built so for a GPU whose CTAs have ``limit`` bytes of shared
         memory; with None, for some norm or epilogue."""
         split = self.warps_k * self.split_k > 1
+        stages = k // stage_columns(scale_columns)
         return (
             self.warps_n * self.warps_k <= 32
             and self.row_tiles <= 16
             and (self.workspace or self.split_k <= MAX_CLUSTER)
-            and k // STAGE_K >= self.split_k * self.warps_k
+            and stages >= self.split_k * self.warps_k
             and not (self.stream_x and (self.warps_k > 1 or norm == LAYER_NORM))
-            and not (self.stream_x and self.persistent and k // STAGE_K % 2)
+            and not (self.stream_x and self.persistent and stages % 2)
+            and not (self.tma and scale_columns)
+            and (not scale_columns or takes_scales(k, scale_columns))
             and not (self.tma and not self.stream_x)
             and (self.tma or rows <= ANY_SHAPE_ROWS)
             and not (self.tma and self.warps_n > 1)
@@ -159,13 +173,13 @@ class TileConfig(NamedTuple):
             and not (self.persistent and (split or epilogue == ADD))
             # Statistics and pairs of gate and up do not stop at the end of the weight.
             and (epilogue not in (ADD, SILU_GATE) or n % self.weight_rows == 0)
-            and self.shared_bytes(k, rows) <= limit
+            and self.shared_bytes(k, rows, scale_columns) <= limit
         )
 
     def can_serve(self, problem: GemmProblem, limit: int = SHARED_BYTES) -> bool:
         """Whether the kernel can be built so for ``problem``."""
-        rows, n, k, norm, epilogue = problem
-        return self.fits(n, k, rows, norm, epilogue, limit)
+        rows, n, k, norm, epilogue, scale_columns = problem
+        return self.fits(n, k, rows, norm, epilogue, limit, scale_columns)
 
 
 class Entry(NamedTuple):
@@ -178,7 +192,9 @@ class Entry(NamedTuple):
     def to_json(self) -> str:
         """The line, without config fields at their defaults and a norm or epilogue of None."""
         problem = {
-            name: value for name, value in self.problem._asdict().items() if value is not None
+            name: value
+            for name, value in self.problem._asdict().items()
+            if value != GemmProblem._field_defaults.get(name)
         }
         for name, names in (("norm", NORMS), ("epilogue", EPILOGUES)):
             if name in problem:
@@ -209,6 +225,8 @@ class Entry(NamedTuple):
         numbers, flags = (*problem[:3], *config[:5]), config[5:]
         if any(type(value) is not int or not 0 < value < 2**31 for value in numbers):
             raise ValueError(f"{config} of {problem}: positive integers are expected")
+        if type(problem.scale_columns) is not int:
+            raise ValueError(f"{problem}: scale_columns is no integer")
         if problem.rows > MAX_ROWS:
             raise ValueError(f"{problem}: more than {MAX_ROWS} rows")
         if any(type(value) is not bool for value in flags):
@@ -224,7 +242,7 @@ Found = TypeVar("Found")
 def lookup(table: Mapping[GemmProblem, Found], problem: GemmProblem) -> Found | None:
     """What a table has for a problem, or for all norms and epilogues of its shape."""
     found = table.get(problem)
-    return found if found is not None else table.get(GemmProblem(*problem[:3]))
+    return found if found is not None else table.get(problem._replace(norm=None, epilogue=None))
 
 
 def read_table(path: Path) -> dict[str, Any]:
@@ -361,6 +379,16 @@ def padded(rows: int) -> int:
     """The number of rows of x that a kernel for ``rows`` rows is compiled for: a power of two, and
     48."""
     return 48 if 32 < rows <= 48 else 1 << (rows - 1).bit_length()
+
+
+def stage_columns(scale_columns: int) -> int:
+    """Columns of K in a stage, for weights with such scales; 0 for bfloat16."""
+    return E4M3_STAGE_K if scale_columns else STAGE_K
+
+
+def takes_scales(k: int, scale_columns: int) -> bool:
+    """Whether there is a kernel for e4m3 weights ``[n, k]`` with a scale for so many columns."""
+    return k % E4M3_STAGE_K == 0 and scale_columns in (*SCALE_COLUMNS, k)
 
 
 def row_groups(rows: int) -> int:

@@ -7,7 +7,7 @@ of one block says nothing about the others: a layer of experts keeps its fused a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,12 @@ from megatron_async.kernels.shared_memory import block_limit
 from megatron_async.megatron_compat.specs import MTP_LAYERS, mtp_inner_layer
 from megatron_async.models import spec
 from megatron_async.models.fused import where
-from megatron_async.models.fused.blocks.kernel_parameters import epilogue_of, norm_kind
+from megatron_async.models.fused.blocks.kernel_parameters import (
+    e4m3_why_not,
+    epilogue_of,
+    norm_kind,
+    scale_of,
+)
 from megatron_async.models.fused.blocks.moe_block import experts_why_not, is_mixture
 from megatron_async.models.fused.report import (
     ATTENTION,
@@ -162,7 +167,7 @@ def projection_why_not(layer: Any, model: Any) -> str | None:
     return (
         embedding_why_not(model)
         or _linears_why_not(projection)
-        or _modules_why_not([*norms, projection])
+        or _modules_why_not([*norms, projection], [projection])
     )
 
 
@@ -203,6 +208,8 @@ def head_why_not(model: Any, norm: Any = None) -> str | None:
         return f"{type(head).__name__} is not covered"
     if getattr(head, "bias", None) is not None:
         return "its output layer has a bias"
+    if getattr(getattr(head, "weight", None), "dtype", None) == torch.float8_e4m3fn:
+        return "its output layer has e4m3 weights"
     if norm.weight.shape[0] % STAGE_K:
         return f"a hidden size of {norm.weight.shape[0]} is not covered"
     modules = [norm] if head is None else [norm, head]
@@ -255,7 +262,7 @@ def attention_why_not(layer: Any, model: Any) -> str | None:
             rotated=0 if rotary is None else 2 * rotary.cos_sin.shape[2],
             limit=block_limit(attention.linear_qkv.weight.device),
         )
-        or _modules_why_not([norm, attention])
+        or _modules_why_not([norm, attention], [attention.linear_qkv, attention.linear_proj])
     )
 
 
@@ -264,6 +271,7 @@ def mamba_why_not(layer: Any, *, parallel: bool = False) -> str | None:
     mixer, norm = layer.mixer, layer.norm
     if type(mixer) is not MambaMixer:
         return f"{type(mixer).__name__} is not covered"
+    linears = mixer.in_proj, mixer.out_proj
     if parallel:
         return "it is not split over ranks"
     if norm_kind(norm) is None:
@@ -271,8 +279,8 @@ def mamba_why_not(layer: Any, *, parallel: bool = False) -> str | None:
     if _has_hooks(*mixer.modules()):
         return "a module has forward hooks"
     return (
-        _linears_why_not(mixer.in_proj, mixer.out_proj)
-        or _modules_why_not([norm, mixer.in_proj, mixer.out_proj, mixer.norm, mixer.conv1d])
+        _linears_why_not(*linears)
+        or _modules_why_not([norm, *linears, mixer.norm, mixer.conv1d], linears)
         or kernels_why_not(mixer.parameters_between)
     )
 
@@ -292,10 +300,11 @@ def mlp_why_not(layer: Any, config: Any) -> str | None:
         return f"{type(mlp).__name__} is not covered"
     if norm_kind(norm) is None:
         return _norm_why_not(norm, mlp.linear_fc1)
-    reason = _linears_why_not(mlp.linear_fc1, mlp.linear_fc2) or _config_why_not(config, _MLP)
+    linears = mlp.linear_fc1, mlp.linear_fc2
+    reason = _linears_why_not(*linears) or _config_why_not(config, _MLP)
     if reason is None and epilogue_of(mlp, config) is None:
         reason = "its activation is not covered"
-    return reason or _modules_why_not([norm, mlp])
+    return reason or _modules_why_not([norm, mlp], linears)
 
 
 def _config_why_not(config: Any, plain: dict[str, tuple[Any, ...]]) -> str | None:
@@ -319,13 +328,21 @@ def _linears_why_not(*linears: Any) -> str | None:
             return f"linear layer {type(linear).__name__} is not covered"
         if linear.weight.shape[1] % STAGE_K or linear.weight.shape[0] % 16:
             return f"a weight of {tuple(linear.weight.shape)} is not covered"
+        if linear.weight.dtype == torch.float8_e4m3fn and (reason := e4m3_why_not(linear)):
+            return reason
     return None
 
 
-def _modules_why_not(modules: Iterable[Any]) -> str | None:
-    """What is true of all parts that are read in place of being called."""
+def _modules_why_not(modules: Iterable[Any], linears: Sequence[Any] = ()) -> str | None:
+    """What is true of all parts that are read in place of being called.
+
+    Args:
+        linears: those of them whose weights may be e4m3, see :func:`_linears_why_not`.
+    """
+    scaled = [linear for linear in linears if scale_of(linear) is not None]
+    e4m3 = {id(tensor) for linear in scaled for tensor in (linear.weight, linear.weight_scale)}
     for module in modules:
-        for parameter in module.parameters():
+        for parameter in (each for each in module.parameters() if id(each) not in e4m3):
             if parameter.dtype != torch.bfloat16 or not parameter.is_contiguous():
                 return "its parameters are not all contiguous bfloat16"
             if parameter.data_ptr() % 16:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.gemm import skinny_gemm
-from megatron_async.kernels.gemm.skinny_gemm import SkinnyGemm, statistics_of
+from megatron_async.kernels.gemm.skinny_gemm import SkinnyGemm, scaled_product, statistics_of
 from megatron_async.kernels.gemm.tile_choice import choose
 from megatron_async.kernels.gemm.tile_config import (
     ADD,
@@ -52,8 +52,9 @@ class Gemm:
         epilogue: int,
         bias: bool,
         rows: int,
+        scale_columns: int = 0,
     ) -> None:
-        self.device = device
+        self.device, self.scale_columns = device, scale_columns
         self.n, self.k, self.norm, self.epilogue, self.rows = n, k, norm, epilogue, rows
         generator = torch.Generator(device).manual_seed(0)
 
@@ -62,6 +63,11 @@ class Gemm:
 
         self.x = draw(rows, k) + 0.25
         self.weight = draw(n, k, scale=0.05)
+        self.weight_scale: torch.Tensor | None = None
+        if scale_columns:
+            shape = n, k // scale_columns
+            self.weight = (self.weight * 400).to(torch.float8_e4m3fn)
+            self.weight_scale = torch.rand(shape, generator=generator, device=device) / 100
         self.bias = draw(n) if bias else None
         self.norm_weight = draw(k) + 1
         self.norm_bias = draw(k) if norm == LAYER_NORM else None
@@ -75,8 +81,10 @@ class Gemm:
         elif self.norm == LAYER_NORM:
             assert self.norm_bias is not None
             x = F.layer_norm(x, (self.k,), self.norm_weight.double(), self.norm_bias.double(), 1e-5)
-        # Part by part: the widest weight takes 5 GB in float64.
-        y = torch.cat([x @ part.double().T for part in self.weight.split(16384)], 1)
+        if self.weight_scale is not None:
+            y = scaled_product(x, self.weight, self.weight_scale)
+        else:  # part by part: the widest weight takes 5 GB in float64
+            y = torch.cat([x @ part.double().T for part in self.weight.split(16384)], 1)
         if self.bias is not None:
             y = y + self.bias.double()
         if self.epilogue == ADD:
@@ -93,7 +101,7 @@ class Gemm:
     def kernel(self, config: TileConfig, statistics_norm: int = RMS_NORM) -> SkinnyGemm:
         return SkinnyGemm(
             self.n, self.k, padded(self.rows), self.norm, self.epilogue, statistics_norm, config,
-            self.device,
+            self.device, scale_columns=self.scale_columns,
         )  # fmt: skip
 
     def run(
@@ -119,6 +127,7 @@ class Gemm:
             statistics=statistics if self.norm else None,
             residual=out if self.epilogue == ADD else None, statistics_out=emitted,
             scaled=None if scaled is None else (self.next_weight, scaled),
+            weight_scale=self.weight_scale,
         )  # fmt: skip
         assert guarded[-1].isnan().all()
         assert scaled is None or torch.equal(scaled, out * self.next_weight)

@@ -21,7 +21,7 @@ from megatron_async.kernels.attention import decode_attention
 from megatron_async.kernels.attention.decode_attention import DecodeAttentions, Heads
 from megatron_async.kernels.gemm.tile_config import STORE, padded
 from megatron_async.models.fused.blocks.gemms import SkinnyGemms, Work, missing
-from megatron_async.models.fused.blocks.kernel_parameters import norm_kind, norm_of
+from megatron_async.models.fused.blocks.kernel_parameters import norm_kind, norm_of, scale_of
 from megatron_async.models.fused.blocks.rank_sums import RankSums
 from megatron_async.models.fused.blocks.residual import HALF, Norm, Step
 from megatron_async.models.fused.blocks.row_parallel import RowParallel
@@ -67,9 +67,10 @@ class AttentionBlock:
         if norm_kind(q_norm) is not None:
             self._head_norms = (q_norm.weight, k_norm.weight, q_norm.eps)
         self._qkv = attention.linear_qkv
+        self._qkv_scale = scale_of(self._qkv)
         self._kernels, self._attentions = gemms, attentions
         self._qkv_gemm = gemms.declare(
-            "qkv", self._qkv.weight, self.norm.kind, STORE, layer.layer_number
+            "qkv", self._qkv.weight, self.norm.kind, STORE, layer.layer_number, self._qkv_scale
         )
         self._projection = RowParallel(
             "projection", attention.linear_proj, gemms, where, sums, layer.layer_number
@@ -97,7 +98,7 @@ class AttentionBlock:
         attended = buffer("attended", self._heads * self._head_dim)[:rows]
         self._kernels.get(self._qkv_gemm, padded(rows))(
             residual.input_of(self.norm), self._qkv.weight, qkv, bias=self._qkv.bias,
-            norm=self.norm.parameters, statistics=given,
+            norm=self.norm.parameters, statistics=given, weight_scale=self._qkv_scale,
         )  # fmt: skip
         q_weight, k_weight, eps = self._head_norms
         window = context.window

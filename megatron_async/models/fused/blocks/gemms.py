@@ -41,6 +41,7 @@ class Gemm:
         found: what ``megatron-async tune`` found to be best on this machine.
         sm_count: SMs of the GPU.
         limit: bytes of shared memory that a CTA may have.
+        scale_columns: 0 for bfloat16 weights; of e4m3 weights, columns that share a scale.
     """
 
     n: int
@@ -52,10 +53,11 @@ class Gemm:
     found: Mapping[GemmProblem, TileConfig] = field(default_factory=dict, hash=False, compare=False)
     sm_count: int = field(kw_only=True)
     limit: int = field(default=SHARED_BYTES, kw_only=True)
+    scale_columns: int = field(default=0, kw_only=True)
 
     def case(self, rows: int) -> GemmProblem:
         """The problem for padded ``rows``."""
-        return GemmProblem(rows, self.n, self.k, self.norm, self.epilogue)
+        return GemmProblem(rows, self.n, self.k, self.norm, self.epilogue, self.scale_columns)
 
     def tiling(self, rows: int) -> TileConfig | None:
         """Its tile config for padded ``rows``; None if there is none."""
@@ -70,7 +72,7 @@ class Gemm:
             return found
         return choose(
             self.n, self.k, rows, self.norm, self.epilogue, self.tma,
-            sm_count=self.sm_count, limit=self.limit,
+            sm_count=self.sm_count, limit=self.limit, scale_columns=self.scale_columns,
         )  # fmt: skip
 
 
@@ -96,9 +98,19 @@ class SkinnyGemms:
         self._kernels: dict[tuple[Gemm, int, int, bool], SkinnyGemm] = {}
 
     def declare(
-        self, name: str, weight: torch.Tensor, norm: int, epilogue: int, layer: int | None = None
+        self,
+        name: str,
+        weight: torch.Tensor,
+        norm: int,
+        epilogue: int,
+        layer: int | None = None,
+        weight_scale: torch.Tensor | None = None,
     ) -> Gemm:
-        """The GEMM with ``weight`` ``[n, k]``, by which role it has in which layer."""
+        """The GEMM with ``weight`` ``[n, k]``, by which role it has in which layer.
+
+        Args:
+            weight_scale: of an e4m3 weight, fp32 ``[n, groups]``; None for bfloat16.
+        """
         n, k = weight.shape
         gemm = Gemm(
             n,
@@ -110,6 +122,7 @@ class SkinnyGemms:
             self._found,
             sm_count=self.sm_count,
             limit=self.limit,
+            scale_columns=0 if weight_scale is None else k // weight_scale.shape[1],
         )
         if (name, gemm) not in self._names:
             taken = name in self._names.values()
@@ -136,8 +149,9 @@ class SkinnyGemms:
             tiling = gemm.tiling(rows)
             assert tiling is not None
             self._kernels[key] = SkinnyGemm(
-                gemm.n, gemm.k, rows, gemm.norm, gemm.epilogue, key[2], tiling, self._device, sends
-            )
+                gemm.n, gemm.k, rows, gemm.norm, gemm.epilogue, key[2], tiling, self._device, sends,
+                gemm.scale_columns,
+            )  # fmt: skip
         return self._kernels[key]
 
     def work(
@@ -155,7 +169,9 @@ def missing(gemms: Mapping[str, Gemm], rows: int) -> str | None:
     for name, gemm in gemms.items():
         if gemm.tiling(rows) is None:
             reason = f"no tile config for {name} ({gemm.n} x {gemm.k})"
-            if rows > ANY_SHAPE_ROWS:
+            if rows > ANY_SHAPE_ROWS and gemm.scale_columns:
+                reason = f"more than {ANY_SHAPE_ROWS} rows with e4m3 weights"
+            elif rows > ANY_SHAPE_ROWS:
                 reason += " was measured, see 'megatron-async tune'"
             return reason
     return None
@@ -176,5 +192,5 @@ def defines_of(gemm: Gemm, rows: int, reader: int, tiling: TileConfig) -> dict[s
     statistics = statistics_for(gemm, reader)
     return defines(
         gemm.n, gemm.k, rows, gemm.norm, gemm.epilogue, statistics, tiling, gemm.sm_count,
-        gemm.limit,
+        gemm.limit, gemm.scale_columns,
     )  # fmt: skip

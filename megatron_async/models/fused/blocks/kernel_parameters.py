@@ -1,9 +1,10 @@
-"""Describes norms, activations and the output layer as the fused kernels take them."""
+"""Describes norms, weights, activations and the output layer as the fused kernels take them."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from megatron_async.kernels.gemm.tile_config import (
     RMS_NORM,
     SILU_GATE,
     SQUARED_RELU,
+    takes_scales,
 )
 from megatron_async.models.fused.blocks.residual import Norm
 from megatron_async.models.layers import activation
@@ -37,6 +39,29 @@ def norm_kind(norm: Any) -> int | None:
     if getattr(norm, "weight", None) is None or getattr(norm, "eps", None) is None:
         return None
     return _NORMS.get(type(norm).__name__)
+
+
+def scale_of(linear: Any) -> Tensor | None:
+    """The scales of a linear layer's e4m3 weight, fp32 ``[n, groups]``; None for other weights."""
+    if linear.weight.dtype != torch.float8_e4m3fn:
+        return None
+    scale: Tensor = linear.weight_scale
+    return scale
+
+
+def e4m3_why_not(linear: Any) -> str | None:
+    """Why the kernels do not take a linear layer's e4m3 weight and its scales."""
+    scale, (n, k) = getattr(linear, "weight_scale", None), linear.weight.shape
+    if not linear.weight.is_contiguous() or linear.weight.data_ptr() % 16:
+        return "its e4m3 weight is not contiguous, from a multiple of 16 bytes on"
+    if not isinstance(scale, Tensor):
+        return "its e4m3 weight has no scales"
+    if scale.dtype != torch.float32 or not scale.is_contiguous() or scale.data_ptr() % 16:
+        return "the scales of its e4m3 weight are not contiguous float32"
+    groups = scale.shape[-1]
+    if scale.shape != (n, groups) or groups == 0 or k % groups or not takes_scales(k, k // groups):
+        return f"scales {tuple(scale.shape)} of an e4m3 weight of {n} x {k} are not covered"
+    return None
 
 
 def output_weight(model: Any) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_async.kernels.gemm.tile_config import STORE, padded
 from megatron_async.models.fused.blocks.gemms import SkinnyGemms, Work, missing
-from megatron_async.models.fused.blocks.kernel_parameters import norm_of
+from megatron_async.models.fused.blocks.kernel_parameters import norm_of, scale_of
 from megatron_async.models.fused.blocks.residual import Norm, Step
 from megatron_async.models.fused.blocks.row_parallel import RowParallel
 from megatron_async.models.mamba.states import kernels_of, layer_states, step_rows
@@ -35,9 +35,10 @@ class MambaBlock:
         self.norm: Norm = norm_of(layer.norm)
         self._kernels = gemms
         self._in_proj = mixer.in_proj
+        self._in_scale = scale_of(self._in_proj)
         number = layer.layer_number
         self._in_gemm = gemms.declare(
-            "in_proj", self._in_proj.weight, self.norm.kind, STORE, number
+            "in_proj", self._in_proj.weight, self.norm.kind, STORE, number, self._in_scale
         )
         self._out_proj = RowParallel("out_proj", mixer.out_proj, gemms, where, None, number)
         self._gemms = {"in_proj": self._in_gemm, "out_proj": self._out_proj.gemm}
@@ -53,7 +54,7 @@ class MambaBlock:
         projected = residual.workspace.buffer("projected", self._in_gemm.n)[:rows]
         self._kernels.get(self._in_gemm, padded(rows))(
             residual.input_of(self.norm), self._in_proj.weight, projected, bias=self._in_proj.bias,
-            norm=self.norm.parameters, statistics=given,
+            norm=self.norm.parameters, statistics=given, weight_scale=self._in_scale,
         )  # fmt: skip
         kernels = kernels_of(parameters, context)
         assert kernels is not None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_async.kernels.gemm.tile_config import padded
 from megatron_async.models.fused.blocks.gemms import SkinnyGemms, Work, missing
-from megatron_async.models.fused.blocks.kernel_parameters import epilogue_of, norm_of
+from megatron_async.models.fused.blocks.kernel_parameters import epilogue_of, norm_of, scale_of
 from megatron_async.models.fused.blocks.rank_sums import RankSums
 from megatron_async.models.fused.blocks.residual import LAYER, Norm, Step
 from megatron_async.models.fused.blocks.row_parallel import RowParallel
@@ -41,8 +41,11 @@ class MlpBlock:
         assert epilogue is not None
         self.norm: Norm = norm_of(layer.pre_mlp_layernorm)
         self._fc1, self._kernels = mlp.linear_fc1, gemms
+        self._fc1_scale = scale_of(self._fc1)
         number = layer.layer_number
-        self._fc1_gemm = gemms.declare("fc1", self._fc1.weight, self.norm.kind, epilogue, number)
+        self._fc1_gemm = gemms.declare(
+            "fc1", self._fc1.weight, self.norm.kind, epilogue, number, self._fc1_scale
+        )
         self._fc2 = RowParallel("fc2", mlp.linear_fc2, gemms, where, sums, number)
         self._gemms = {"fc1": self._fc1_gemm, "fc2": self._fc2.gemm}
 
@@ -58,7 +61,7 @@ class MlpBlock:
         activated = residual.workspace.buffer("activated", self._fc2.gemm.k)[:rows]
         self._kernels.get(self._fc1_gemm, padded(rows))(
             residual.input_of(self.norm), self._fc1.weight, activated, bias=self._fc1.bias,
-            norm=self.norm.parameters, statistics=given,
+            norm=self.norm.parameters, statistics=given, weight_scale=self._fc1_scale,
         )  # fmt: skip
         return self._fc2(activated, residual, reader)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_async.kernels.drafting.mtp_input import DraftInput, NormParameters, hidden_before
 from megatron_async.kernels.gemm.tile_config import ADD, MAX_ROWS, NO_NORM, STORE, padded
 from megatron_async.models.fused.blocks.gemms import Gemm, SkinnyGemms, Work, missing
-from megatron_async.models.fused.blocks.kernel_parameters import norm_of, output_weight
+from megatron_async.models.fused.blocks.kernel_parameters import norm_of, output_weight, scale_of
 from megatron_async.models.fused.blocks.residual import LAYER, Norm, Step
 
 NORM_IN_GEMM = True
@@ -57,13 +57,16 @@ class ProjectionBlock:
 
     def __init__(self, layer: Any, model: Any, gemms: SkinnyGemms, number: int) -> None:
         self._weight: Tensor = layer.eh_proj.weight
+        self._scale = scale_of(layer.eh_proj)
         self._enorm, self._hnorm = _parameters(layer.enorm), _parameters(layer.hnorm)
         self._embedding = model.embedding
         self._has_positions = model.position_embedding_type == "learned_absolute"
         self._kernels = gemms
-        self._gemm = gemms.declare("eh_proj", self._weight, NO_NORM, ADD, number)
+        self._gemm = gemms.declare("eh_proj", self._weight, NO_NORM, ADD, number, self._scale)
         with torch.inference_mode(False):
-            self._nothing = self._weight.new_zeros(MAX_ROWS, self._gemm.n)
+            self._nothing = torch.zeros(
+                MAX_ROWS, self._gemm.n, dtype=torch.bfloat16, device=self._weight.device
+            )
 
     def why_not(self, rows: int, context: Any) -> str | None:
         """Why it does not run for padded ``rows``; None if it does."""
@@ -91,6 +94,7 @@ class ProjectionBlock:
         kernel(
             x, self._weight, hidden, residual=self._nothing[:rows],
             scaled=residual.scaled_for(reader), statistics_out=statistics,
+            weight_scale=self._scale,
         )  # fmt: skip
         return statistics if reader is not None else None
 

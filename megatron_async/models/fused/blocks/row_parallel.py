@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_async.kernels.gemm.tile_config import ADD, NO_NORM, STORE, padded
 from megatron_async.models.fused.blocks.gemms import SkinnyGemms, Work
+from megatron_async.models.fused.blocks.kernel_parameters import scale_of
 from megatron_async.models.fused.blocks.rank_sums import RankSums
 from megatron_async.models.fused.blocks.residual import Norm, Residual
 
@@ -38,9 +39,9 @@ class RowParallel:
         layer: int,
     ) -> None:
         self._linear, self._kernels, self._where = linear, gemms, where
-        self._sums = sums
+        self._sums, self._scale = sums, scale_of(linear)
         epilogue = ADD if sums is None else STORE
-        self.gemm = gemms.declare(name, linear.weight, NO_NORM, epilogue, layer)
+        self.gemm = gemms.declare(name, linear.weight, NO_NORM, epilogue, layer, self._scale)
 
     def __call__(self, x: Tensor, residual: Residual, reader: Norm | None) -> Tensor | None:
         """``x`` is bfloat16 ``[R, k]``; returns the statistics for the reader."""
@@ -52,11 +53,11 @@ class RowParallel:
             statistics = residual.statistics(self._where, kernel.statistic_rows)
             kernel(
                 x, weight, hidden, bias=bias, residual=hidden, scaled=residual.scaled_for(reader),
-                statistics_out=statistics,
+                statistics_out=statistics, weight_scale=self._scale,
             )  # fmt: skip
             return statistics if reader is not None else None
         partial = self._sums.partial(residual) if sends is None else None
-        kernel(x, weight, partial)
+        kernel(x, weight, partial, weight_scale=self._scale)
         return self._sums.add(partial, bias, residual, reader, self._where)
 
     def statistic_rows(self, rows: int) -> int | None:
