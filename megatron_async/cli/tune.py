@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
             found = [(_problem(search, name, size, ranks), search.best[name]) for name in better]
             save_tuned(gpu, [Entry(*each, TUNED) for each in found])
         for name, product in search.products.items():
-            problem = GemmProblem(size, product.n, product.k)
+            problem = product.case(size)._replace(norm=None, epilogue=None)
             if ranks > 1:
                 problem = _problem(search, name, size, ranks)
             lines.append(Entry(problem, search.best[name], "measured").to_json())

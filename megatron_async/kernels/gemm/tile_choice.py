@@ -121,6 +121,8 @@ def candidates(
 
     ``waves``: many waves, in place of persistent CTAs, which cannot split K.
     """
+    # Where nothing is there to share, two warps are next to each other in N.
+    smallest = 2 if scale_columns and k == stage_columns(scale_columns) else 1
     for row_tiles, warps_n, warps_k, split_k in itertools.product(
         (1, 2, 3, 4), _WARPS_N, _WARPS_K, (1, 2, 4, 8)
     ):
@@ -129,7 +131,7 @@ def candidates(
         shape = TileConfig(row_tiles, warps_n, warps_k, split_k, stages=2)
         ctas = shape.ctas(n)
         persistent = ctas > 4 * sm_count and not waves
-        if ctas < sm_count * 7 // 11 and row_tiles * warps_n > 1:
+        if ctas < sm_count * 7 // 11 and row_tiles * warps_n > smallest:
             continue
         if ctas > max_ctas(sm_count) and not persistent and not waves:
             continue

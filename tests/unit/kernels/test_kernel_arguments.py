@@ -11,6 +11,7 @@ import torch
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention.decode_attention import AttentionArguments
 from megatron_async.kernels.gemm.skinny_gemm import (
+    E4m3Arguments,
     MmaArguments,
     SendingArguments,
     SkinnyGemm,
@@ -47,18 +48,21 @@ VALUES = {"int": int, "float": float, "TensorMap": cuda.TensorMap}
 
 
 def parameters_of(
-    kernel: str, *, sends: bool = False
+    kernel: str, *, sends: bool = False, e4m3: bool = False
 ) -> list[tuple[str, type, torch.dtype | None]]:
     """Name, type and element type of the parameters in a kernel's source."""
     pattern = rf'extern "C" __global__.*?\b{kernel}\((.*?)\) \{{'
     (text,) = re.findall(pattern, cuda.own_text(kernel), re.DOTALL)
     found: list[tuple[str, type, torch.dtype | None]] = []
+    text = text.replace(" SCALING", ", const float* weight_scale" if e4m3 else "")
     text = text.replace(" SENDING", ", int place, const u32* launches, PEERS" if sends else "")
     text = text.replace("PEERS", ", ".join(f"u64* to_{place}" for place in range(8)))
     for parameter in text.split(","):
         words = parameter.replace("*", " * ").split()
         kind = next(word for word in words if word not in ("const", "__grid_constant__"))
-        if "*" in words:
+        if "*" in words and e4m3 and kind == "char":
+            found.append((words[-1], torch.Tensor, torch.float8_e4m3fn))
+        elif "*" in words:
             found.append((words[-1], torch.Tensor, POINTERS[kind]))
         else:
             found.append((words[-1], VALUES[kind], None))
@@ -80,6 +84,13 @@ def test_gemms_that_send_have_more_behind_them(kernel: str) -> None:
     records = (RECORDS[kernel], SendingArguments, Peers)
     found = [field for each in records for field in fields(each)]
     assert found == parameters_of(kernel, sends=True)
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_gemms_with_e4m3_weights_have_their_scales_behind_the_others(sends: bool) -> None:
+    records = (E4m3Arguments, SendingArguments, Peers) if sends else (E4m3Arguments,)
+    found = [field for each in records for field in fields(each)]
+    assert found == parameters_of("skinny_gemm_mma", sends=sends, e4m3=True)
 
 
 def good() -> EmbedArguments:

@@ -314,7 +314,7 @@ def test_a_dry_run_prints_lines_of_the_table_and_keeps_nothing(
     lines = [json.loads(line.rstrip(",")) for line in out.splitlines() if line.startswith("{")]
     entries = [Entry.from_json(line) for line in lines]
     assert [entry.problem.n for entry in entries] == [512 * i for i in (2, 3, 4, 5, 6)]
-    assert all(entry.problem == (64, entry.problem.n, 4096, None, None) for entry in entries)
+    assert all(entry.problem == GemmProblem(64, entry.problem.n, 4096) for entry in entries)
     assert {entry.source for entry in entries} == {"measured"} and load_tuned("A GPU") == {}
     log = json.loads((tmp_path / "log").read_text())["64"]
     assert {name for name, _, _ in log} == {"fc1", "qkv"}

@@ -32,6 +32,7 @@ from megatron_async.models.fused.blocks import embedding, gemms
 from megatron_async.models.fused.decoder import FusedDecoder
 from tests.support import emulator
 from tests.support.decode_rig import BLOCK_SIZE, TOKENS, DecodeRig, bfloat16_model, small
+from tests.support.e4m3_modules import make_layers_e4m3
 
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 """A kernel, what it is built for, and its arguments, with tensors by their names."""
@@ -64,10 +65,12 @@ class Recorder:
 
     def _gemm(
         self, n: int, k: int, rows: int, norm: int, epilogue: int, statistics: int, tiling: Any,
-        device: Any, sends: Any = None,
+        device: Any, sends: Any = None, scale_columns: int = 0,
     ) -> Any:  # fmt: skip
+        built = n, k, rows, norm, epilogue, statistics, scale_columns
+
         def call(*given: Any, **options: Any) -> None:
-            self._note("gemm", (n, k, rows, norm, epilogue, statistics), given, options)
+            self._note("gemm", built, given, options)
 
         call.statistic_rows = tiling.statistic_rows(rows)  # type: ignore[attr-defined]
         return call
@@ -98,6 +101,10 @@ def straight_lines(model: Any, rows: int, capacity: int, per_tile: int) -> list[
     first, activation = (2 * inner, SILU_GATE) if is_rms else (inner, GELU_TANH)
     has_bias, has_positions = not is_rms, not is_rms
     has_head_norms = config.qk_layernorm
+    parameters_of = dict(model.named_parameters())
+
+    def scale(name: str) -> str | None:
+        return name + "_scale" if name + "_scale" in parameters_of else None
 
     def bias(name: str) -> str | None:
         return f"{name}.bias" if has_bias else None
@@ -111,7 +118,11 @@ def straight_lines(model: Any, rows: int, capacity: int, per_tile: int) -> list[
     def gemm(
         n: int, k: int, normed: int, epilogue: int, given: tuple[str, ...], **options: Any
     ) -> None:
-        built = n, k, most, normed, epilogue, norm
+        scales = parameters_of.get(given[1] + "_scale")
+        columns = 0 if scales is None else k // scales.shape[1]
+        built = n, k, most, normed, epilogue, norm, columns
+        if n != model.vocab_size:
+            options["weight_scale"] = scale(given[1])
         calls.append(("gemm", built, {**dict(zip("012", given, strict=True)), **options}))
 
     at = "decoder.layers.{}."
@@ -172,14 +183,22 @@ def straight_lines(model: Any, rows: int, capacity: int, per_tile: int) -> list[
     return calls
 
 
-@pytest.mark.parametrize("rows", (1, 3, 20, 32))
-@pytest.mark.parametrize("name", ("llama", "qwen3", "gpt2"))
+@pytest.mark.parametrize(
+    ("name", "rows", "columns"),
+    [
+        *((name, rows, {}) for name in ("llama", "qwen3", "gpt2") for rows in (1, 3, 20, 32)),
+        ("llama", 3, {"qkv": 32, "projection": 0, "fc1": 128, "fc2": 64}),
+        ("gpt2", 20, {"projection": 64, "fc2": 0}),
+    ],
+)
 def test_a_model_whose_blocks_are_all_fused_launches_these_kernels_in_this_order(
-    name: str, rows: int, monkeypatch: pytest.MonkeyPatch
+    name: str, rows: int, columns: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where weights are e4m3 with scales for so many ``columns``, with these scales."""
     config = replace(small(name), num_layers=3)
     device = torch.device("cpu")
     model = bfloat16_model(config, device)
+    make_layers_e4m3(model, columns)
     recorder = Recorder(monkeypatch, dict(model.named_parameters()))
     fused, rig = FusedDecoder(model), DecodeRig(config, device, rows)
     assert not fused.coverage.fallbacks
