@@ -239,7 +239,8 @@ def _intrinsics() -> str:
 def shared_bytes(source: str, several: Sequence[Mapping[str, int]]) -> list[int]:
     """What a kernel with each of these macros takes of shared memory, without building it."""
     own = cuda.own_text(source)
-    formulas = [line for line in own.splitlines() if line.startswith("#define")]
+    directives = ("#define", "#if", "#else", "#endif")  # of the first one's macros
+    formulas = [line for line in own.splitlines() if line.startswith(directives)]
     (taken,) = re.findall(r"const int shared_bytes = ([^;]+);", own)
     text = ["#include <cstdio>"]
     for defines in several:

@@ -1,0 +1,148 @@
+"""Fused blocks of models whose linear layers have e4m3 weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from megatron_async.kernels.gemm.tile_config import MAX_ROWS
+from megatron_async.models.fused import where
+from megatron_async.models.fused.decoder import FusedDecoder
+from megatron_async.models.fused.report import ATTENTION, EMBEDDING, HEAD, MLP
+from tests.support import emulator
+from tests.support.cuda_kernels import device, on_both
+from tests.support.decode_rig import DecodeRig, bfloat16_model, small
+from tests.support.e4m3_modules import (
+    linears_of,
+    make_e4m3,
+    make_layers_e4m3,
+    widened_state,
+)
+from tests.unit.models.test_forward_accuracy import TOLERANCE
+
+__all__ = ["device"]
+
+LIMIT = TOLERANCE[torch.bfloat16]
+ALL = {"qkv": 64, "projection": 0, "fc1": 32, "fc2": 128}
+"""Columns that share a scale, by role; 0 for a scale for each row."""
+
+
+@pytest.fixture(autouse=True)
+def _emulator_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU that runs the kernels."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(where, "device_why_not", lambda model: None)
+
+
+@on_both(
+    *("name", "columns"),
+    gpu=[("qwen3", ALL), ("llama", dict.fromkeys(ALL, 32)), ("llama", {"qkv": 0, "fc1": 0})],
+    small=[("qwen3", ALL)],
+)
+def test_a_decode_step_multiplies_with_weights_times_scales(
+    device: torch.device, name: str, columns: dict[str, int]
+) -> None:
+    _check_decode_step(device, name, columns)
+
+
+@pytest.mark.sweep
+@on_both(
+    *("name", "columns"),
+    gpu=[("gpt2", dict.fromkeys(ALL, 128))],
+    small=[("gpt2", {"projection": 32, "fc1": 64, "fc2": 0})],
+)
+def test_and_beside_weights_in_bfloat16(
+    device: torch.device, name: str, columns: dict[str, int]
+) -> None:
+    _check_decode_step(device, name, columns)
+
+
+def _check_decode_step(device: torch.device, name: str, columns: dict[str, int]) -> None:
+    config = replace(small(name), num_layers=1)
+    model = bfloat16_model(config, device)
+    make_layers_e4m3(model, columns)
+    fused = FusedDecoder(model)
+    assert not fused.coverage.fallbacks
+    rig = DecodeRig(config, device)
+    assert rig.error(rig.decode(fused.forward), widened_state(model)) < LIMIT
+
+
+Change = Callable[[Any], None]
+
+
+def _scales(linear: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    linear.weight_scale = Parameter(change(linear.weight_scale.data), requires_grad=False)
+
+
+def _transpose(linear: Any) -> None:
+    linear.weight = Parameter(linear.weight.data.t().contiguous().t(), requires_grad=False)
+
+
+def _narrow(linear: Any) -> None:
+    linear.weight = Parameter(linear.weight.data[:, :192].contiguous(), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda linear: delattr(linear, "weight_scale"), "its e4m3 weight has no scales"),
+        (lambda linear: _scales(linear, torch.Tensor.bfloat16), "not contiguous float32"),
+        (lambda linear: _scales(linear, lambda s: s.t().contiguous().t()), "not contiguous"),
+        (lambda linear: _scales(linear, lambda s: s[:, :3].contiguous()), r"scales \(128, 3\)"),
+        (lambda linear: _scales(linear, lambda s: s[:64]), r"scales \(64, 4\) of an e4m3"),
+        (lambda linear: _scales(linear, lambda s: s.repeat(1, 4)), r"scales \(128, 16\) of"),
+        (_transpose, "its e4m3 weight is not contiguous"),
+        (_narrow, "an e4m3 weight of 128 x 192 is not covered"),
+    ],
+)
+def test_scales_that_no_kernel_takes_leave_the_block_to_its_module(
+    change: Change, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulator.install(monkeypatch)
+    model = bfloat16_model(small("llama"), torch.device("cpu"))
+    linear = model.decoder.layers[1].mlp.linear_fc2
+    make_e4m3(linear, 64)
+    assert not FusedDecoder(model).coverage.fallbacks
+    change(linear)
+    found = FusedDecoder(model).coverage
+    assert found.fused(MLP) == (1,) and found.fused(ATTENTION) == (1, 2)
+    ((reason, _),) = {(b.reason, b.kind) for b in found.blocks if b.reason is not None}
+    assert re.search(says, str(reason)), reason
+
+
+def test_ends_of_a_model_are_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator.install(monkeypatch)
+    model = bfloat16_model(small("llama"), torch.device("cpu"))
+    make_layers_e4m3(model, ALL)
+    make_e4m3(model.output_layer)
+    found = FusedDecoder(model).coverage
+    assert found.fused(HEAD) == () and found.fused(EMBEDDING) == (None,)
+    assert [b.reason for b in found.blocks if b.reason] == ["its output layer has e4m3 weights"]
+
+
+def test_more_rows_than_the_kernels_take_run_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator.install(monkeypatch)
+    config, cpu = small("llama"), torch.device("cpu")
+    model = bfloat16_model(config, cpu)
+    make_layers_e4m3(model, {"fc1": 0, "fc2": 0})
+    fused, context = FusedDecoder(model), DecodeRig(config, cpu).context()
+    assert not fused.covered([1, 8, 32], context).fallbacks
+    reasons = {b.reason for b in fused.covered([MAX_ROWS], context).blocks if b.kind == MLP}
+    assert reasons == {"more than 32 rows with e4m3 weights"}
+
+
+def test_layers_of_one_shape_and_different_formats_have_kernels_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    emulator.install(monkeypatch)
+    model = bfloat16_model(small("llama"), torch.device("cpu"))
+    make_e4m3(linears_of(model.decoder.layers[1])["fc1"], 32)
+    gemms = FusedDecoder(model).gemms
+    assert (gemms["fc1"].scale_columns, gemms["fc1 of layer 2"].scale_columns) == (0, 32)
+    assert gemms["fc1 of layer 2"] != gemms["fc1"] and "qkv of layer 2" not in gemms
