@@ -1,6 +1,7 @@
 """Time kernels on a GPU: attention and the batch-invariant GEMM, or whole steps of other sources.
 
     python scripts/bench_kernels.py
+    python scripts/bench_kernels.py --e4m3
     git archive HEAD~1 megatron_async/kernels | tar -x -C FOLDER
     python scripts/bench_kernels.py --compare FOLDER/megatron_async/kernels --shape llama8b
 
@@ -9,6 +10,10 @@ so that they come from memory. ``--compare`` times decode steps of a few layers 
 sources of a folder and with these, in turns, since clocks and power change. The same Python calls
 both, so kernels must have the same names and parameters. ``error`` is the relative difference of
 the logits: 0 where sums are taken in the same order; above 2e-2 the exit status is 1.
+
+``--e4m3`` times skinny GEMMs with e4m3 weights, a scale for each row and for 128 columns, beside those
+with bfloat16 weights, and ``--tries`` other tile configs for each. ``error`` is against the
+reference.
 """
 
 from __future__ import annotations
@@ -28,6 +33,18 @@ from megatron_async.device.bandwidth import copy_bandwidth
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import rope_append
 from megatron_async.kernels.gemm import batch_invariant_triton as gemm
+from megatron_async.kernels.gemm.skinny_gemm import SkinnyGemm, scaled_product, statistics_of
+from megatron_async.kernels.gemm.tile_choice import balanced, find
+from megatron_async.kernels.gemm.tile_config import (
+    ADD,
+    NO_NORM,
+    RMS_NORM,
+    SILU_GATE,
+    STORE,
+    GemmProblem,
+    TileConfig,
+)
+from megatron_async.kernels.shared_memory import block_limit
 from megatron_async.models.description.kv_cache_spec import KVCacheSpec
 from megatron_async.models.description.shapes import SHAPES
 from megatron_async.models.fused.timed_step import ERROR_LIMIT, Rig, Step, in_turns
@@ -48,6 +65,17 @@ DECODE_CASES += [(32, QWEN_600M, 812), (8, TINY, 512)]
 """Rows, heads, context."""
 WINDOWS, WINDOW_CONTEXT = (1, 2, 3, 4, 5), 640
 STEP_ROWS = (40, 64, 96, 128, 256)
+SKINNY_GEMMS = {
+    "Llama-8B": [
+        (6144, 4096, RMS_NORM, STORE), (4096, 4096, NO_NORM, ADD),
+        (28672, 4096, RMS_NORM, SILU_GATE), (4096, 14336, NO_NORM, ADD),
+    ],
+    "Qwen3-0.6B": [
+        (4096, 1024, RMS_NORM, STORE), (1024, 2048, NO_NORM, ADD),
+        (6144, 1024, RMS_NORM, SILU_GATE), (1024, 3072, NO_NORM, ADD),
+    ],
+}  # fmt: skip
+SKINNY_ROWS = (1, 8, 32, 64)
 GEMM_SHAPES, GEMM_ROWS = ((28672, 4096), (4096, 14336), (6144, 4096)), (1, 32, 128)
 
 
@@ -132,6 +160,92 @@ def by_row(x: torch.Tensor, weight: torch.Tensor) -> object:
     return gemm.matmul_by_row(x, weight.t())
 
 
+class SkinnyCall:
+    """A skinny GEMM as a decode step calls it; call i takes weight i of several."""
+
+    def __init__(self, problem: GemmProblem, config: TileConfig, device: torch.device) -> None:
+        rows, n, k, norm, epilogue, columns = problem
+        assert norm is not None and epilogue is not None
+        self.problem, self.config = problem, config
+        self.byte_count = float(n * k * (1 if columns else 2))
+        if columns:
+            self.byte_count += 4 * n * (k // columns)
+        self.kernel = SkinnyGemm(
+            n, k, rows, norm, epilogue, RMS_NORM, config, device, scale_columns=columns
+        )
+        count = copies(self.byte_count)
+        self.x = torch.randn(rows, k, device=device, dtype=torch.bfloat16)
+        self.weights = torch.randn(count, n, k, device=device, dtype=torch.bfloat16)
+        self.scales: torch.Tensor | None = None
+        if columns:
+            self.weights = self.weights.to(torch.float8_e4m3fn)
+            self.scales = torch.rand(count, n, k // columns, device=device)
+        width = n // 2 if epilogue == SILU_GATE else n
+        self.out = torch.zeros(rows, width, device=device, dtype=torch.bfloat16)
+        self._given: dict[str, object] = {}
+        if norm == RMS_NORM:
+            unit = torch.ones(k, device=device, dtype=torch.bfloat16)
+            self._given = {
+                "norm": (unit, None, 1e-5),
+                "statistics": statistics_of(self.x, norm, 64),
+            }
+        if epilogue == ADD:
+            tiles = n // self.kernel.statistic_rows
+            self._given |= {
+                "residual": torch.zeros_like(self.out),
+                "scaled": (torch.ones_like(self.out[0]), torch.empty_like(self.out)),
+                "statistics_out": torch.empty(rows, tiles, 2, device=device),
+            }
+
+    def __call__(self, number: int) -> torch.Tensor:
+        """Launch it, and return where the output goes."""
+        i = number % len(self.weights)
+        scale = None if self.scales is None else self.scales[i]
+        self.kernel(self.x, self.weights[i], self.out, weight_scale=scale, **self._given)
+        return self.out
+
+    def error(self) -> float:
+        """The relative error of the first call."""
+        x, weight = self.x.float(), self.weights[0]
+        if self.problem.norm == RMS_NORM:
+            x = F.rms_norm(x, x.shape[1:], eps=1e-5)
+        y = x @ weight.float().t() if self.scales is None else None
+        if self.scales is not None:
+            y = scaled_product(x, weight, self.scales[0])
+        assert y is not None
+        if self.problem.epilogue == SILU_GATE:
+            gate, up = y.chunk(2, 1)
+            y = F.silu(gate) * up
+        return float((self(0).float() - y).norm() / y.norm())
+
+
+def bench_e4m3(tries: int) -> float:
+    """Skinny GEMMs with weights in bfloat16 and in e4m3; the largest error."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    bandwidth, worst = copy_bandwidth(device), 0.0
+    sizes = {"sm_count": cuda.sm_count(device.index), "limit": block_limit(device)}
+    tma = cuda.has_wgmma(device.index)
+    print("skinny GEMMs: model, (N K) rows, weights: us, TB/s, share of copying, error, config")
+    for model, shapes in SKINNY_GEMMS.items():
+        for (n, k, norm, epilogue), rows in itertools.product(shapes, SKINNY_ROWS):
+            for name, columns in (("bf16", 0), ("e4m3 by row", k), ("e4m3 by 128", 128)):
+                problem = GemmProblem(rows, n, k, norm, epilogue, columns)
+                label = f"  {model}, ({n} {k}) {rows}, {name}"
+                entry = find(problem, tma, **sizes)
+                if entry is None:
+                    print(f"{label}: no kernel", flush=True)
+                    continue
+                tried = [] if rows > 32 else balanced(problem, tries, tma=tma, **sizes)
+                for config in dict.fromkeys([entry.config, *tried]):
+                    call = SkinnyCall(problem, config, device)
+                    error, us = call.error(), microseconds(call)
+                    worst = max(worst, error)
+                    rate = call.byte_count / us * 1e6
+                    shown = f"{us:.2f} us, {rate / 1e12:.2f}, {rate / bandwidth:.0%}, {error:.1g}"
+                    print(f"{label}: {shown}, {tuple(map(int, config))}", flush=True)
+    return worst
+
+
 def bench() -> None:
     """Triton's attention, the kernels of a decode step's attention, the batch-invariant GEMM."""
     bandwidth = copy_bandwidth(torch.device("cuda", torch.cuda.current_device()))
@@ -189,6 +303,8 @@ def main() -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
+    add("--e4m3", action="store_true", help="skinny GEMMs with e4m3 weights")
+    add("--tries", type=int, default=0, metavar="N", help="other tile configs with --e4m3")
     add("--compare", type=Path, metavar="FOLDER", help="other CUDA sources")
     add("--shape", default="llama8b", choices=sorted(SHAPES))
     add("--rows", default="32,1", metavar="R,...")
@@ -197,6 +313,8 @@ def main() -> int:
     add("--rounds", type=int, default=15)
     add("--replays", type=int, default=20, help="steps of each mean")
     args = parser.parse_args()
+    if args.e4m3:
+        return int(not bench_e4m3(args.tries) < ERROR_LIMIT)
     if args.compare is None:
         bench()
         return 0

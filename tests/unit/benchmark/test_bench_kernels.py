@@ -12,6 +12,15 @@ import torch
 
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import rope_append
+from megatron_async.kernels.gemm.tile_config import (
+    ADD,
+    NO_NORM,
+    RMS_NORM,
+    SILU_GATE,
+    STORE,
+    GemmProblem,
+    TileConfig,
+)
 from tests.support.cuda_kernels import LIMIT, device, on_both, relative_error
 
 __all__ = ["device"]
@@ -47,6 +56,29 @@ def test_one_kernel_and_three_attend_alike(
     assert attended[0].shape == first.shape
     assert relative_error(attended[0], attended[1]) > 0.1
     assert {len(drawn) for drawn in script.lengths_of(rows).values()} == {rows}
+
+
+@on_both(
+    *("epilogue", "columns"),
+    gpu=[(STORE, 0), (ADD, 256), (SILU_GATE, 128)],
+    small=[(ADD, 256), (SILU_GATE, 128)],
+)
+def test_timed_gemms_compute_what_they_should(
+    device: torch.device,
+    epilogue: int,
+    columns: int,
+    script: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(script, "MOST_COPIES", 2)
+    norm = NO_NORM if epilogue == ADD else RMS_NORM
+    problem = GemmProblem(8, 128, 256, norm, epilogue, columns)
+    call = script.SkinnyCall(problem, TileConfig(1, 2, 1, 2, 2), device)
+    assert call.error() < LIMIT
+    scales = 128 * 256 // columns * 4 if columns else 0
+    assert call.byte_count == 128 * 256 * (1 if columns else 2) + scales
+    first, other = (call(number).double().clone() for number in (0, 1))
+    assert relative_error(other, first) > 0.1, "each call has a weight of its own"
 
 
 class Rig:

@@ -125,8 +125,8 @@ def test_and_in_other_configs(
         (1, "+ t * 2 * SCALE_BYTES;", ";"),  # another row's
         (0, "[u * 2] * part[j] + by[r][half][j][u * 2 + 1]", "[u * 2 + 1] * part[j] + 0"),
         (0, "k0 & first, k0 & ~first", "k0, k0 & ~first"),
-        (2, "                       first_stage * SCALE_BYTES;", ";"),
-        (2, "      ahead_scale[i] += SCALE_BYTES;\n", ""),
+        (2, "first_stage * SCALE_BYTES;", "0;"),
+        (1, "      ahead_scale[i] += SCALE_BYTES;\n", ""),
         (1, "t * 32 +\n", "t * 16 +\n"),
     ],
 )
@@ -142,8 +142,10 @@ def test_the_numbers_show_faults(
       if (!(v & 0x0780)) v &= ~0x7fu;
       return v & 0x07800000 ? v : v & ~0x7f0000u;
     }
-    inline u32 widen_e4m3("""
-    text = text.replace("inline u32 widen_e4m3(", flush)
+    """
+    entry = "__device__ __forceinline__ u32 widen_e4m3("
+    assert entry in text
+    text = text.replace(entry, flush + entry)
     emulator.install(monkeypatch)
     monkeypatch.setattr(emulator, "source_text", lambda _: text)
     monkeypatch.setattr(
