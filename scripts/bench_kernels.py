@@ -11,8 +11,8 @@ sources of a folder and with these, in turns, since clocks and power change. The
 both, so kernels must have the same names and parameters. ``error`` is the relative difference of
 the logits: 0 where sums are taken in the same order; above 2e-2 the exit status is 1.
 
-``--e4m3`` times skinny GEMMs with e4m3 weights, a scale for each row and for 128 columns, beside those
-with bfloat16 weights, and ``--tries`` other tile configs for each. ``error`` is against the
+``--e4m3`` times skinny GEMMs with e4m3 weights, a scale for each row and for 128 columns, beside
+those with bfloat16 weights, and ``--tries`` other tile configs for each. ``error`` is against the
 reference.
 """
 
