@@ -141,8 +141,8 @@ class SkinnyGemm:
         norm, norm_statistics: of the input, and the norm (``RMS_NORM``, ``LAYER_NORM``) that
             reads the statistics which epilogue ``ADD`` writes.
         sends: with epilogue ``STORE``, where the output goes; None for ``out``.
-        scale_columns: 0 for bfloat16 weights. Else they are e4m3, and a scale is for so many
-            columns of a row: 32, 64, 128 or ``k``.
+        scale_columns: 0 for bfloat16 weights; of e4m3 weights, columns that share a scale in a
+            row: 32, 64, 128 or ``k``.
     """
 
     def __init__(

@@ -387,7 +387,7 @@ def stage_columns(scale_columns: int) -> int:
 
 
 def takes_scales(k: int, scale_columns: int) -> bool:
-    """Whether there is a kernel for e4m3 weights ``[n, k]`` with a scale for so many columns."""
+    """Whether there is a kernel for e4m3 weights ``[n, k]`` with such scales."""
     return k % E4M3_STAGE_K == 0 and scale_columns in (*SCALE_COLUMNS, k)
 
 
