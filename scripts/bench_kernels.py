@@ -235,7 +235,7 @@ def bench_e4m3(tries: int) -> float:
                 if entry is None:
                     print(f"{label}: no kernel", flush=True)
                     continue
-                tried = [] if rows > 32 else balanced(problem, tries, tma=tma, **sizes)
+                tried = balanced(problem, tries, tma=tma, **sizes)
                 for config in dict.fromkeys([entry.config, *tried]):
                     call = SkinnyCall(problem, config, device)
                     error, us = call.error(), microseconds(call)

@@ -42,7 +42,8 @@ def find(
     shared memory; None if no kernel can be built.
 
     The measured one of this shape at these rows, or at rows near by, that can be built and needs no
-    TMA where there is none. Else, for up to :data:`ANY_SHAPE_ROWS` rows, the heuristic's.
+    TMA where there is none. Else, with bfloat16 weights for up to :data:`ANY_SHAPE_ROWS` rows, the
+    heuristic's.
     """
     rows, n, k, norm, epilogue, scale_columns = problem
     assert norm is not None and epilogue is not None
@@ -53,7 +54,7 @@ def find(
             continue
         if entry.config.fits(n, k, rows, norm, epilogue, limit, scale_columns):
             return entry
-    if rows > ANY_SHAPE_ROWS:
+    if rows > ANY_SHAPE_ROWS and not scale_columns:
         return None
     config = heuristic_config(
         n, k, rows, norm, epilogue, tma, sm_count=sm_count, limit=limit, scale_columns=scale_columns
@@ -162,7 +163,7 @@ def heuristic_config(
     """The config for a GEMM ``[rows, k] x [n, k]^T``; None if none can be built.
 
     Args:
-        rows: padded, of up to 32.
+        rows: padded, of up to 32; with e4m3 weights of up to 64.
         tma: whether the wgmma kernel may be taken.
         limit: bytes of shared memory that a CTA may have.
     """
@@ -351,7 +352,7 @@ def short_list(
     problem: GemmProblem, count: int, *, tma: bool, sm_count: int, limit: int = SHARED_BYTES
 ) -> list[TileConfig]:
     """The configs of :func:`balanced` and of other numbers of rows; for many rows all with TMA."""
-    if problem.rows > ANY_SHAPE_ROWS:
+    if problem.rows > ANY_SHAPE_ROWS and not problem.scale_columns:
         return deepest(problem, tma=tma, sm_count=sm_count, limit=limit)
     known = known_configs(problem.n, problem.k)
     return [*known, *balanced(problem, count, tma=tma, sm_count=sm_count, limit=limit)]

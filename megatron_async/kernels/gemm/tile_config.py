@@ -29,7 +29,7 @@ NO_NORM, RMS_NORM, LAYER_NORM = range(3)
 
 MAX_ROWS = 64
 ANY_SHAPE_ROWS = 32
-"""More rows go to the wgmma kernel alone, and only with weights of shapes that were measured."""
+"""With bfloat16 weights more rows go to the wgmma kernel alone, of shapes that were measured."""
 SHARED_BYTES = HOPPER_BYTES
 """Shared memory of a CTA at most, and of all CTAs of an SM together, where no other limit is
 given."""
@@ -156,9 +156,11 @@ class TileConfig(NamedTuple):
         """Whether the kernel can be built so for a GPU whose CTAs have ``limit`` bytes of shared
         memory; with None, for some norm or epilogue."""
         split = self.warps_k * self.split_k > 1
-        stages = k // stage_columns(scale_columns)
+        stages, warps = k // stage_columns(scale_columns), self.warps_n * self.warps_k
+        # With e4m3 weights the mma kernel takes more rows, while the registers of few warps do.
+        many = scale_columns and self.row_tiles <= 2 and warps <= 8 and self.stages >= 2
         return (
-            self.warps_n * self.warps_k <= 32
+            warps <= 32
             and self.row_tiles <= 16
             and (self.workspace or self.split_k <= MAX_CLUSTER)
             and stages >= self.split_k * self.warps_k
@@ -167,7 +169,7 @@ class TileConfig(NamedTuple):
             and not (self.tma and scale_columns)
             and (not scale_columns or takes_scales(k, scale_columns))
             and not (self.tma and not self.stream_x)
-            and (self.tma or rows <= ANY_SHAPE_ROWS)
+            and bool(self.tma or rows <= (MAX_ROWS if many else ANY_SHAPE_ROWS))
             and not (self.tma and self.warps_n > 1)
             and not (self.workspace and (self.warps_k > 1 or self.split_k == 1))
             and not (self.persistent and (split or epilogue == ADD))

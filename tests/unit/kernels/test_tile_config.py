@@ -159,6 +159,35 @@ def test_a_cache_that_cannot_be_written_to_is_a_clear_error(folder: Path) -> Non
         save("GPU", {PROBLEM: CONFIG})
 
 
+def test_formats_of_weights_have_entries_of_their_own(folder: Path) -> None:
+    e4m3, by_row = (PROBLEM._replace(scale_columns=columns) for columns in (128, PROBLEM.k))
+    other = CONFIG._replace(stages=2)
+    save("GPU", {PROBLEM: CONFIG, e4m3: other})
+    assert load_tuned("GPU") == {PROBLEM: CONFIG, e4m3: other}
+    lines = json.loads((folder / USER_FILE).read_text())["GPU"]
+    assert [line.get("scale_columns") for line in lines] == [None, 128]
+    found = load_tuned("GPU")
+    assert tile_config.lookup(found, e4m3) == other and tile_config.lookup(found, by_row) is None
+    all_norms = {
+        problem._replace(norm=None, epilogue=None): CONFIG for problem in (PROBLEM, by_row)
+    }
+    assert tile_config.lookup(all_norms, by_row) == CONFIG
+    assert tile_config.lookup(all_norms, e4m3) is None
+    product = Gemm(
+        6144, 4096, RMS_NORM, STORE, found={PROBLEM: CONFIG}, sm_count=132, scale_columns=128
+    )
+    chosen = choose(6144, 4096, 8, RMS_NORM, STORE, sm_count=132, scale_columns=128)
+    assert product.case(8) == e4m3 and product.tiling(8) == chosen != CONFIG
+
+
+@pytest.mark.parametrize("columns", [16, 100, -64, 64.0, "64", True])
+def test_scales_that_no_kernel_has_are_no_entry(columns: object) -> None:
+    line = json.loads(Entry(PROBLEM._replace(scale_columns=64), CONFIG, TUNED).to_json())
+    assert Entry.from_json(line).problem.scale_columns == 64
+    with pytest.raises((ValueError, TypeError)):
+        Entry.from_json({**line, "scale_columns": columns})
+
+
 def test_a_product_takes_what_was_tuned_before_what_is_known() -> None:
     product = Gemm(6144, 4096, RMS_NORM, STORE, found={PROBLEM: CONFIG}, sm_count=132)
     assert product.case(8) == PROBLEM and product.tiling(8) == CONFIG

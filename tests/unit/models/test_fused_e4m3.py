@@ -126,15 +126,16 @@ def test_ends_of_a_model_are_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [b.reason for b in found.blocks if b.reason] == ["its output layer has e4m3 weights"]
 
 
-def test_more_rows_than_the_kernels_take_run_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_rows_need_no_measured_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those with bfloat16 weights do."""
     emulator.install(monkeypatch)
     config, cpu = small("llama"), torch.device("cpu")
     model = bfloat16_model(config, cpu)
     make_layers_e4m3(model, {"fc1": 0, "fc2": 0})
     fused, context = FusedDecoder(model), DecodeRig(config, cpu).context()
     assert not fused.covered([1, 8, 32], context).fallbacks
-    reasons = {b.reason for b in fused.covered([MAX_ROWS], context).blocks if b.kind == MLP}
-    assert reasons == {"more than 32 rows with e4m3 weights"}
+    found = fused.covered([MAX_ROWS], context)
+    assert found.fused(MLP) == (1, 2) and found.fused(ATTENTION) == ()
 
 
 def test_layers_of_one_shape_and_different_formats_have_kernels_of_their_own(

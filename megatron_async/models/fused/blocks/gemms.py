@@ -169,9 +169,7 @@ def missing(gemms: Mapping[str, Gemm], rows: int) -> str | None:
     for name, gemm in gemms.items():
         if gemm.tiling(rows) is None:
             reason = f"no tile config for {name} ({gemm.n} x {gemm.k})"
-            if rows > ANY_SHAPE_ROWS and gemm.scale_columns:
-                reason = f"more than {ANY_SHAPE_ROWS} rows with e4m3 weights"
-            elif rows > ANY_SHAPE_ROWS:
+            if rows > ANY_SHAPE_ROWS and not gemm.scale_columns:
                 reason += " was measured, see 'megatron-async tune'"
             return reason
     return None
