@@ -13,11 +13,13 @@ MOST = 448.0
 """The largest number in e4m3."""
 
 
-def round_to_e4m3(weight: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+def round_to_e4m3(weight: Tensor, columns: int, *, powers: bool = False) -> tuple[Tensor, Tensor]:
     """float8_e4m3fn ``[n, k]``, and fp32 scales ``[n, k / columns]`` with which each block of a
-    row fills the range."""
+    row fills the range; powers of two if so asked for, so that products are bfloat16."""
     blocks = weight.float().unflatten(1, (-1, columns))
     scale = blocks.abs().amax(2) / MOST
+    if powers:
+        scale = torch.exp2(scale.log2().ceil())
     return (blocks / scale[..., None]).to(torch.float8_e4m3fn).flatten(1), scale
 
 
@@ -27,10 +29,16 @@ def widened(weight: Tensor, scale: Tensor) -> Tensor:
     return (blocks * scale.double()[..., None]).flatten(1)
 
 
-def make_e4m3(linear: Any, columns: int = 0) -> None:
-    """Round a linear layer's weight, with a scale for so many columns; 0 for whole rows."""
+def round_in_place(linear: Any, columns: int) -> None:
+    """Leave a linear layer's weight in bfloat16, as numbers that :func:`make_e4m3` with ``powers``
+    keeps."""
+    linear.weight.data.copy_(widened(*round_to_e4m3(linear.weight.data, columns, powers=True)))
+
+
+def make_e4m3(linear: Any, columns: int = 0, *, powers: bool = False) -> None:
+    """Round a linear layer's weight, with a scale for ``columns``; 0 for whole rows."""
     weight = linear.weight.detach()
-    rounded, scale = round_to_e4m3(weight, columns or weight.shape[1])
+    rounded, scale = round_to_e4m3(weight, columns or weight.shape[1], powers=powers)
     del linear.weight
     linear.weight = Parameter(rounded, requires_grad=False)
     linear.weight_scale = Parameter(scale, requires_grad=False)

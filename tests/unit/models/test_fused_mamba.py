@@ -26,6 +26,7 @@ from megatron_async.runner.memory.recurrent_states import StepStates
 from megatron_async.sampling_params import SamplingParams
 from tests.support.cuda_kernels import device, emulated, on_gpu, relative_error
 from tests.support.decode_rig import DecodeRig
+from tests.support.e4m3_modules import make_e4m3, round_in_place
 from tests.support.engines import config_at
 from tests.unit.models.test_forward_accuracy import draw_weights
 
@@ -53,10 +54,12 @@ def model_on(device: Any, config: ModelConfig = CONFIG) -> Any:
     "device", [pytest.param("cpu", marks=emulated), pytest.param("cuda", marks=on_gpu)],
     indirect=True,
 )  # fmt: skip
+@pytest.mark.parametrize("columns", [None, pytest.param(64, marks=pytest.mark.sweep)])
 def test_fused_mixers_and_modules_make_one_forward(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, columns: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the emulator the mixer's kernel, which is Triton's, is its reference."""
+    """With e4m3 weights in the mixers too, that have a scale for ``columns``. In the emulator the
+    mixer's kernel, which is Triton's, is its reference."""
     monkeypatch.setattr(trial, "MAMBA", True)
     config = CONFIG
     if device.type == "cpu":
@@ -66,6 +69,12 @@ def test_fused_mixers_and_modules_make_one_forward(
         kernels = SimpleNamespace(mixed=lambda rows: mixed[:rows], mix_rows=mix_rows)
         monkeypatch.setattr(mamba_block, "kernels_of", lambda *_: kernels)
     model = model_on(device, config)
+    linears = []
+    if columns is not None:
+        mixers = [layer.mixer for layer in model.decoder.layers if hasattr(layer, "mixer")]
+        linears = [each for mixer in mixers for each in (mixer.in_proj, mixer.out_proj)]
+    for each in linears:
+        round_in_place(each, columns)
     fused = FusedDecoder(model)
     for kind, letter in ((MAMBA, "M"), (MLP, "-"), (ATTENTION, "*")):
         layers = [
@@ -89,6 +98,11 @@ def test_fused_mixers_and_modules_make_one_forward(
         return rig.decode(step, context)
 
     wanted = run(lambda *args: args[3].copy_(plain.forward(*args[:3])))
+    for each in linears:
+        make_e4m3(each, columns, powers=True)
+    if linears:
+        before, fused = fused, FusedDecoder(model)
+        assert fused.coverage == before.coverage and fused.gemms != before.gemms
     assert relative_error(run(fused.forward), wanted.double()) < LIMIT
 
 

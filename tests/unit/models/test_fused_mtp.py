@@ -24,6 +24,7 @@ from tests.support import emulator
 from tests.support.batches import new_batch
 from tests.support.cuda_kernels import device, emulated, on_both, relative_error
 from tests.support.decode_rig import bfloat16_model, small
+from tests.support.e4m3_modules import make_e4m3, round_in_place
 from tests.unit.models.test_forward_accuracy import TOLERANCE
 
 pytestmark = pytest.mark.sweep
@@ -175,6 +176,26 @@ def test_fused_blocks_draft_as_modules_do(
     assert len(got) == len(wanted) == 2 * count + (count > 1)
     for one, other in zip(got, wanted, strict=True):
         assert one.isfinite().all()
+        assert relative_error(one, other.double()) < LIMIT
+
+
+@on_both("columns", gpu=[(32,), (64,), (256,)], small=[(64,)])
+@torch.inference_mode()
+def test_projections_with_e4m3_weights_draft_as_modules_do(
+    device: torch.device, columns: int
+) -> None:
+    model = mtp_model("qwen3", device)
+    projections = [layer.eh_proj for layer in model.mtp.layers]
+    for each in projections:
+        round_in_place(each, columns)
+    wanted = DraftRig(model, device, 2, 2).run(GPTNetwork(model), fused=False)
+    for each in projections:
+        make_e4m3(each, columns, powers=True)
+    wrapper = GPTNetwork(model)
+    covered = report.DecodeCoverage(wrapper.decode_coverage().drafting)
+    assert covered.fused(PROJECTION) == LAYERS
+    got = DraftRig(model, device, 2, 2).run(wrapper, fused=True)
+    for one, other in zip(got, wanted, strict=True):
         assert relative_error(one, other.double()) < LIMIT
 
 
