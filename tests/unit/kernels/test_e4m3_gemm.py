@@ -206,7 +206,7 @@ def _configs(gemm: Gemm, count: int) -> list[TileConfig]:
     return fitting[:: max(1, len(fitting) // count)][:count]
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(of=15)
 @on_both(
     *("shape", "rows", "config", "columns"),
     gpu=(

@@ -331,8 +331,8 @@ def test_emulated_configs_use_every_way_to_build_the_kernels() -> None:
         ),
         (
             "mma",
-            "lane % 8 * 16;\n        }\n  };\n  start_tile",
-            "size_t(N) * K * 2;}};start_tile",
+            "first_stage * 128 + lane % 8 * 16;",
+            "first_stage * 128 + size_t(N) * K * 2;",
             "of nobody",
         ),
     ],

@@ -40,30 +40,20 @@ def _emulator_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(where, "device_why_not", lambda model: None)
 
 
+@pytest.mark.sweep
 @on_both(
     *("name", "columns"),
-    gpu=[("qwen3", ALL), ("llama", dict.fromkeys(ALL, 32)), ("llama", {"qkv": 0, "fc1": 0})],
-    small=[("qwen3", ALL)],
+    gpu=[
+        ("qwen3", ALL),
+        ("gpt2", dict.fromkeys(ALL, 128)),
+        ("llama", dict.fromkeys(ALL, 32)),
+        ("llama", {"qkv": 0, "fc1": 0}),
+    ],
+    small=[("qwen3", ALL), ("gpt2", {"projection": 32, "fc1": 64, "fc2": 0})],
 )
 def test_a_decode_step_multiplies_with_weights_times_scales(
     device: torch.device, name: str, columns: dict[str, int]
 ) -> None:
-    _check_decode_step(device, name, columns)
-
-
-@pytest.mark.sweep
-@on_both(
-    *("name", "columns"),
-    gpu=[("gpt2", dict.fromkeys(ALL, 128))],
-    small=[("gpt2", {"projection": 32, "fc1": 64, "fc2": 0})],
-)
-def test_and_beside_weights_in_bfloat16(
-    device: torch.device, name: str, columns: dict[str, int]
-) -> None:
-    _check_decode_step(device, name, columns)
-
-
-def _check_decode_step(device: torch.device, name: str, columns: dict[str, int]) -> None:
     config = replace(small(name), num_layers=1)
     model = bfloat16_model(config, device)
     make_layers_e4m3(model, columns)
