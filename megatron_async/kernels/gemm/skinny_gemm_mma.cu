@@ -25,6 +25,7 @@
 #define X_PAD 16
 #define X_SWAP(row) (row & 1)
 #define SCALE_BYTES (SCALES_ROWS ? 0 : 4 * STAGE_K / SCALE_COLUMNS)
+#define SCALES_OF_ROW (SCALE_BYTES == 16 ? 4 : 2)  // registers, of a stage
 #define SCALE_COPIES ((16 * RT + 31) / 32)
 #define STAGE_BYTES (WEIGHT_BYTES + (16 * RT * SCALE_BYTES + 127) / 128 * 128)
 #else

@@ -1,5 +1,5 @@
     // Part of the main loop of skinny_gemm_mma.cu: a stage of weights in e4m3. Of 16 bytes of a row of W,
-    // word p has four k, and of x both halves of vector p / 2. The columns of half a stage, 64, are added
+    // word p has four k, and one half of vector p / 2 of x the same. The columns of half a stage, 64, are added
     // up and scaled. Of scales for 32 columns lanes with t < 2 have the first 32, and the others the rest:
     // an instruction keeps them apart, as rows of x and eight below. Uses slot, own_scale, x_at, t, sums,
     // load_weights, issued and total.
@@ -13,14 +13,14 @@
           b[u][r][half] = load_shared((slot ^ u * 64) + (r * 2 + half) * 1024);
 #if SCALE_BYTES
     // Of rows 2t and 2t + 1 of W, for each half of a stage.
-    float by[RT][2][2][SCALE_BYTES / 4 < 2 ? 2 : SCALE_BYTES / 4];
+    float by[RT][2][2][SCALES_OF_ROW];
 #pragma unroll
     for (int r = 0; r < RT; r++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const u32 at = slot + own_scale + (r * 2 + half) * 8 * SCALE_BYTES;
         const float4 first = floats(load_shared(SCALE_BYTES == 4 ? at & ~15u : at));
-        float(&of)[2][SCALE_BYTES / 4 < 2 ? 2 : SCALE_BYTES / 4] = by[r][half];
+        float(&of)[2][SCALES_OF_ROW] = by[r][half];
         if (SCALE_BYTES == 4) {
           of[0][0] = of[0][1] = t % 2 ? first.z : first.x;
           of[1][0] = of[1][1] = t % 2 ? first.w : first.y;
