@@ -1,8 +1,8 @@
     // Part of the main loop of skinny_gemm_mma.cu: a stage of weights in e4m3. Of 16 bytes of a row of W,
-    // word p has four k, and one half of vector p / 2 of x the same. The columns of half a stage, 64, are added
-    // up and scaled. Of scales for 32 columns lanes with t < 2 have the first 32, and the others the rest:
-    // an instruction keeps them apart, as rows of x and eight below. Uses slot, own_scale, x_at, t, sums,
-    // load_weights, issued and total.
+    // word p has four k, and one half of vector p / 2 of x has the same. The columns of half a stage, 64,
+    // are added up and scaled. Of scales for 32 columns lanes with t < 2 have the first 32, and the others
+    // the rest: an instruction keeps them apart, as rows of x and eight below. Uses slot, own_scale, x_at,
+    // t, sums, load_weights, issued and total.
     Vec b[2][RT][2];
 #pragma unroll
     for (int u = 0; u < 2; u++)
