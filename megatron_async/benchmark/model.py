@@ -165,7 +165,7 @@ def _load(
     if group is not None:
         group.await_answers()
         group.model_path = None if args.shape is not None else args.model or "tiny"
-    dtype, draft_config = network.dtype, None
+    dtype, draft_config = network.kv_cache_spec.dtype, None
     if args.draft_model is not None:
         if group is not None:
             raise ConfigError("--draft-model is not measured with several ranks; leave one out")

@@ -83,7 +83,7 @@ def load_share(path: str | Path, config: EngineConfig, device: torch.device) -> 
         drafting = load_pretrained(
             config.draft_model,
             device=device,
-            dtype=dtype or network.dtype,
+            dtype=dtype or network.kv_cache_spec.dtype,
             allow_non_finite_weights=config.allow_non_finite_weights,
         )
         draft = network_over(drafting.model, dataclasses.replace(config, kv_cache_dtype=None))

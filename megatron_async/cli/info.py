@@ -150,7 +150,7 @@ def _of_model(model: str, quantization: str | None, kv_cache_dtype: str | None) 
                 "layers": each.num_layers,
                 "mtp_layers": each.num_mtp_layers,
                 "token_bytes": each.token_bytes,
-                "dtype": str(each.dtype).removeprefix("torch."),
+                "dtype": str(each.stored).removeprefix("torch."),
             }
             for each in dict.fromkeys((spec.decoder, spec))
         ],

@@ -70,7 +70,7 @@ class GPTInferenceWrapper(GPTNetwork):
         self.tp_size = 1 if place is None else place.layout.tensor
         self.tp_group = None if place is None else place.tensor_group
         self.pp_group = None if place is None else place.pipeline_group
-        self.pipeline_communication_dtype = self.dtype
+        self.pipeline_communication_dtype = self.kv_cache_spec.dtype
 
     def forward(self, token_ids: Tensor, position_ids: Tensor, context: Any = None) -> Tensor:
         """Run the model once, over ``inference_context`` where no other is given."""

@@ -86,10 +86,9 @@ class GPTNetwork(Network):
         self.max_sequence_length: int = self.model.max_sequence_length
         self._like: Tensor = plain_parameter(self.model)
         self.device: torch.device = self._like.device
-        self.dtype: torch.dtype = self._like.dtype
         self.kv_cache_spec: KVCacheSpec = kv_cache_spec(self.model)
         if kv_cache_dtype is not None:
-            self.kv_cache_spec = replace(self.kv_cache_spec, dtype=kv_cache_dtype)
+            self.kv_cache_spec = replace(self.kv_cache_spec, kept=kv_cache_dtype)
         self.recurrent_state_spec = recurrent_state_spec(self.model)
         self.rotation_limit = self.model.rotary.limit if self.model.rotary is not None else None
         self.attention_window = _attention_window(self.model)

@@ -34,7 +34,7 @@ def choose_scales(network: Any, batch: ForwardBatch) -> None:
     if network.parallel is not None and network.parallel.layout.pipeline > 1:
         logger.warning("the FP8 KV cache has scales of 1, since the model has pipeline stages")
         return
-    spec = replace(network.kv_cache_spec.decoder, dtype=network.dtype)
+    spec = replace(network.kv_cache_spec.decoder, kept=None)
     count = min(TOKENS, network.max_sequence_length)
     ids = torch.arange(1, count + 1, device=network.device) * SPREAD // 64 % network.vocab_size
     own = batch_of_prompts(network, spec, [count], batch_invariant=batch.batch_invariant)

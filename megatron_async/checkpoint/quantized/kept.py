@@ -41,11 +41,13 @@ class QuantizedTarget(Target):
 
     def copy_from(self, stored: Tensor) -> None:
         """Quantize it into the view, each group by its own largest value."""
-        _quantize_into(self, stored, self.scales)
+        _quantize_into(self, stored, self.view, self.scales)
 
     def equals(self, stored: Tensor) -> bool:
-        """Never: only embeddings are stored twice, and these are not quantized."""
-        return False
+        """Whether ``stored``, quantized, is what the view holds."""
+        made = _like(self.view), torch.empty_like(self.scales)
+        _quantize_into(self, stored, *made)
+        return _holds(self, *made, self.scales)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +66,13 @@ class RequantizedTarget(Fp8Target):
 
     def copy_from(self, stored: Tensor) -> None:
         """Multiply it out, and quantize it into the view."""
-        # Names the class, since slots=True makes another one than super() knows.
-        _quantize_into(self, Fp8Target.product(self, stored), self.scales)
+        _quantize_into(self, self.product(stored), self.view, self.scales)
 
     def equals(self, stored: Tensor) -> bool:
-        """Never: only embeddings are stored twice, and these are not quantized."""
-        return False
+        """Whether ``stored``, multiplied out and quantized, is what the view holds."""
+        made = _like(self.view), torch.empty_like(self.scales)
+        _quantize_into(self, self.product(stored), *made)
+        return _holds(self, *made, self.scales)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,15 +92,21 @@ class KeptTarget(Fp8Target):
     def copy_from(self, stored: Tensor) -> None:
         """Fill the view and its scales."""
         with torch.no_grad():
-            as_bytes = self.select(stored.view(torch.uint8)).reshape(self.view.shape)
-            self.view.view(torch.uint8).copy_(as_bytes)
-            columns = self.view.shape[-1] // self.scales.shape[-1]
-            each = self.select(self._scale_of_each()).reshape(self.view.shape)
-            self.scales.copy_(each[..., ::columns])
+            numbers, scales = self._numbers_and_scales(stored)
+            self.view.view(torch.uint8).copy_(numbers)
+            self.scales.copy_(scales)
 
     def equals(self, stored: Tensor) -> bool:
-        """Never: only embeddings are stored twice, and these are not quantized."""
-        return False
+        """Whether the view holds ``stored`` with these scales."""
+        numbers, scales = self._numbers_and_scales(stored)
+        return _holds(self, numbers.to(self.view.device).view(E4M3), scales, self.scales)
+
+    def _numbers_and_scales(self, stored: Tensor) -> tuple[Tensor, Tensor]:
+        """As bytes, and fp32, of the view's shape and its scales'."""
+        as_bytes = self.select(stored.view(torch.uint8)).reshape(self.view.shape)
+        columns = self.view.shape[-1] // self.scales.shape[-1]
+        each = self.select(self._scale_of_each()).reshape(self.view.shape)
+        return as_bytes, each[..., ::columns]
 
     def _scale_of_each(self) -> Tensor:
         """fp32 ``[out, in]``, those of the stored numbers."""
@@ -196,10 +205,10 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _quantize_into(target: Target, stored: Tensor, scales: Tensor) -> None:
+def _quantize_into(target: Target, stored: Tensor, view: Tensor, scales: Tensor) -> None:
     with torch.no_grad():
         values = target.select(stored).reshape(target.view.shape)
-        _fill(values.to(target.view.device), target.view, scales)
+        _fill(values.to(target.view.device), view, scales)
 
 
 def _fill(values: Tensor, view: Tensor, scales: Tensor) -> None:
@@ -210,3 +219,12 @@ def _fill(values: Tensor, view: Tensor, scales: Tensor) -> None:
     numbers, found = quantize(values, scales.shape[-1])
     view.view(torch.uint8).copy_(numbers.view(torch.uint8))
     scales.copy_(found)
+
+
+def _like(view: Tensor) -> Tensor:
+    return torch.empty(view.shape, dtype=view.dtype, device=view.device)
+
+
+def _holds(target: Target, numbers: Tensor, scales: Tensor, own: Tensor) -> bool:
+    as_bytes = (each.view(torch.uint8) for each in (numbers, target.view))
+    return torch.equal(*as_bytes) and torch.equal(scales.to(own.device), own)

@@ -24,6 +24,7 @@ class KVCacheSpec:
     ``num_layers`` counts the ``num_mtp_layers`` of multi-token prediction too, after the decoder's;
     ``num_kv_heads`` is this tensor-parallel rank's share. With multi-latent attention a token has
     one key, of ``head_dim`` elements, and no value: the first ``latent_rank`` of the key are it.
+    ``dtype`` is the model's; ``kept`` that of the cache, if it is another.
     """
 
     num_layers: int
@@ -32,6 +33,12 @@ class KVCacheSpec:
     dtype: torch.dtype
     num_mtp_layers: int = 0
     latent_rank: int | None = None
+    kept: torch.dtype | None = None
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The dtype of the cache."""
+        return self.kept or self.dtype
 
     @property
     def decoder(self) -> KVCacheSpec:
@@ -42,7 +49,7 @@ class KVCacheSpec:
     def token_bytes(self) -> int:
         """Bytes of the keys and values of one token."""
         tensors = 2 if self.latent_rank is None else 1
-        return tensors * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return tensors * self.num_layers * self.num_kv_heads * self.head_dim * self.stored.itemsize
 
 
 def kv_cache_spec(model: Any) -> KVCacheSpec:

@@ -41,6 +41,7 @@ from megatron_async.models.layers.attention import PagedSelfAttention
 from megatron_async.models.mamba.layers import AttentionLayer, MambaLayer, MlpLayer
 from megatron_async.models.mamba.mixer import MambaMixer
 from megatron_async.models.mamba.states import kernels_why_not
+from megatron_async.models.quantized.linear import plain_class
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add  # isort: skip
 from megatron.core.models.common.embeddings.language_model_embedding import (  # isort: skip
@@ -324,7 +325,7 @@ def _norm_why_not(norm: Any, linear: Any) -> str:
 
 def _linears_why_not(*linears: Any) -> str | None:
     for linear in linears:
-        if type(linear) not in _LINEARS:
+        if plain_class(linear) not in _LINEARS:
             return f"linear layer {type(linear).__name__} is not covered"
         if linear.weight.shape[1] % STAGE_K or linear.weight.shape[0] % 16:
             return f"a weight of {tuple(linear.weight.shape)} is not covered"

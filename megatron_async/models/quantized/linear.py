@@ -66,6 +66,12 @@ def weight_of(layer: Any, dtype: torch.dtype) -> Tensor:
     return multiply_out(weight, layer.weight_scale, dtype)
 
 
+def plain_class(layer: Any) -> type:
+    """The class of a layer, without what lets it keep e4m3."""
+    found = type(layer)
+    return found.__bases__[1] if issubclass(found, _Deferred) else found
+
+
 def quantizable(model: Module) -> dict[str, Any]:
     """The layers that may keep e4m3, by name."""
     return {name: each for name, each in model.named_modules() if isinstance(each, _Deferred)}
@@ -99,7 +105,7 @@ def _take(layer: Any, made: Tensor, scale: Tensor | None = None) -> None:
     vars(weight).update(vars(layer.weight))  # what megatron says of it
     layer.weight = weight
     if scale is not None:
-        layer.register_buffer(SCALE, scale, persistent=False)
+        layer.register_buffer(SCALE, scale)
 
 
 class _Deferred:

@@ -107,8 +107,8 @@ class KVCache:
         blocks = self.sizes.block_count + 1, self.sizes.block_size_tokens
         tensors = 2 if spec.latent_rank is None else 1
         size = (spec.num_layers, tensors, *blocks, spec.num_kv_heads, spec.head_dim)
-        with must_fit(self.device, torch.Size(size).numel() * spec.dtype.itemsize, what, lower):
-            return self._zeros(size, dtype=spec.dtype)
+        with must_fit(self.device, torch.Size(size).numel() * spec.stored.itemsize, what, lower):
+            return self._zeros(size, dtype=spec.stored)
 
     def _zeros(self, shape: tuple[int, ...], /, *, dtype: torch.dtype) -> torch.Tensor:
         size = torch.Size(shape).numel() * dtype.itemsize

@@ -189,9 +189,12 @@ def test_it_is_near_a_cache_in_the_models_dtype() -> None:
     for dtype in (None, "fp8"):
         with engine_at(0, kv_cache_dtype=dtype) as engine:
             done = engine.generate(prompts, params)
+            assert engine.cache.spec.dtype == torch.float32
             both.append([p for each in done for p in each.prompt_log_probs])
+            both[-1] += [p for each in done for p in each.generated_log_probs]
     apart = torch.tensor(both[0]) - torch.tensor(both[1])
     assert 1e-5 < apart.abs().mean() < 0.05, apart.abs().mean()
+    assert apart[-4:].abs().mean() < 0.05, "logits stay in the model's dtype"
 
 
 def test_sleep_and_new_weights() -> None:

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_async.kernels.attention import decode_attention
@@ -102,7 +103,12 @@ class AttentionBlock:
         )  # fmt: skip
         q_weight, k_weight, eps = self._head_norms
         window = context.window
-        if window is None or rows % window or self._unsupported(context, window) is not None:
+        if (
+            window is None
+            or rows % window
+            or not _is_read(context)
+            or self._unsupported(context, window) is not None
+        ):
             out = context.attend_packed(
                 self._index, qkv, self._scale, self._rotary, q_weight, k_weight, eps,
                 **self._limits,
@@ -132,13 +138,13 @@ class AttentionBlock:
         gaps, most = window is not None, padded(rows)
         window = window or tokens_of_row(context)
         reason = self._unsupported(context, window)
-        if reason is None:
+        if reason is None and _is_read(context):
             heads, gemms = self._heads_in(context, window, gaps=gaps), self._kernels
             macros = heads.defines(
                 padded(rows // window), capacity(context), gemms.sm_count, limit=gemms.limit
             )
             yield "attention", macros
-        else:
+        elif reason is not None:
             _log_no_windows(reason)
         if missing(self._gemms, most) is None:
             yield self._kernels.work(self._qkv_gemm, most)
@@ -157,6 +163,12 @@ class AttentionBlock:
             context.block_size_tokens, self._head_norms[0] is not None, self._rotary is not None,
             window, gaps and window > 1,
         ).limited(self._limits)  # fmt: skip
+
+
+def _is_read(context: Any) -> bool:
+    """Whether one kernel attends to the cache of such a context: to one of e4m3 those in Triton do
+    (``runner/memory/cache_attention.py``)."""
+    return bool(context.kv_cache.dtype == torch.bfloat16)
 
 
 def tokens_of_row(context: Any) -> int:
