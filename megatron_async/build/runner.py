@@ -17,7 +17,6 @@ from megatron_async.drafting.choose import make_drafter
 from megatron_async.errors import ConfigError
 from megatron_async.models.network import Network
 from megatron_async.models.served import ServedModel
-from megatron_async.runner.cache_scales import choose_scales
 from megatron_async.runner.memory.forward_batch import ForwardBatch
 from megatron_async.runner.memory.kv_cache import KVCache
 from megatron_async.runner.model_runner import ModelRunner, Progress
@@ -128,7 +127,10 @@ def open_runner(
         for each in (network, model.draft):
             if each is not None:
                 each.reserve_positions(spec.sizes.max_sequence_length)
-        choose_scales(network, batch)
+        if batch.scales is not None:
+            from megatron_async.runner.memory.cache_scales import choose_scales
+
+            choose_scales(network, batch)
         routed = None
         if config.return_routed_experts:
             from megatron_async.models.moe.routed import routed_layers

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from megatron_async.drafting.mtp_rows import DraftRows, DraftShape, draft_rows
 from megatron_async.kernels.drafting.mtp_input import DraftInput, NormParameters, hidden_before
+from megatron_async.models.description.kv_cache_spec import plain_parameter
 from megatron_async.models.parallel import ModelParallel
-from megatron_async.models.quantized.values import plain_parameter
 from megatron_async.runner.drafter import MixedTokens, SampledRows
 from megatron_async.runner.memory.attention_metadata import metadata_of_mixed
 from megatron_async.runner.memory.forward_batch import ForwardBatch

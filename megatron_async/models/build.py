@@ -19,7 +19,7 @@ from megatron_async.models.gpt import GPTModel
 from megatron_async.models.layers.attention import PagedAttention
 from megatron_async.models.layers.rope import RotaryTable
 from megatron_async.models.parallel_sizes import check_divides
-from megatron_async.models.quantized import linear
+from megatron_async.models.quantized.deferred import may_be_quantized as deferring
 from megatron_async.models.spec import gpt_block_spec, link_norms, mtp_block_spec
 
 from megatron.core import parallel_state  # isort: skip
@@ -173,7 +173,7 @@ def build_model(
     megatron_config.perform_initialization &= initialize
     stages = megatron_config.pipeline_model_parallel_size
     on_device: Any = contextlib.nullcontext()
-    deferred = linear.may_be_quantized() if may_be_quantized else contextlib.nullcontext()
+    deferred = deferring() if may_be_quantized else contextlib.nullcontext()
     if device.type == "cuda":
         on_device = torch.cuda.device(device)
     itemsize = 1 if may_be_quantized else dtype.itemsize
@@ -242,9 +242,12 @@ def build_random_model(
     """
     torch.manual_seed(seed)
     model = build_model(config, device=device, dtype=dtype, may_be_quantized=quantize)
-    for layer in linear.quantizable(model).values():
-        if layer.weight.dtype != linear.E4M3:
-            linear.quantize_in_place(layer)
+    if quantize:
+        from megatron_async.models.quantized import linear
+
+        for layer in linear.quantizable(model).values():
+            if layer.weight.dtype != linear.E4M3:
+                linear.quantize_in_place(layer)
     place = parallel.current()
     if place is not None and config.tie_word_embeddings:
         place.share_from_first_stage_(model.shared_embedding_or_output_weight)
@@ -305,6 +308,8 @@ def _initialize_on_device(model: GPTModel, device: torch.device) -> None:
     # megatron's own GPU initialisation needs its CUDA random state tracker. Same distributions
     # here; norms are already ones and zeros. Each rank draws its own shards; the learned position
     # embedding is replicated, and drawn first while the ranks' generators agree.
+    from megatron_async.models.quantized import linear
+
     config = model.config
     seed = torch.initial_seed() & (2**63 - 1)
     generator = torch.Generator(device)

@@ -15,13 +15,16 @@ from torch import Tensor
 
 from megatron_async.device import waiting_grids
 from megatron_async.models import parallel
-from megatron_async.models.description.kv_cache_spec import KVCacheSpec, kv_cache_spec
+from megatron_async.models.description.kv_cache_spec import (
+    KVCacheSpec,
+    kv_cache_spec,
+    plain_parameter,
+)
 from megatron_async.models.description.recurrent_state_spec import recurrent_state_spec
 from megatron_async.models.fused import where
 from megatron_async.models.gpt import GPTModel, Inference
 from megatron_async.models.layers.attention import PagedAttention
 from megatron_async.models.network import Network
-from megatron_async.models.quantized.values import plain_parameter
 
 if TYPE_CHECKING:
     from megatron_async.models.fused.blocks.residual import AllReduce

@@ -24,7 +24,7 @@ from megatron_async.models.layers.activation import (
 )
 from megatron_async.models.layers.attention import NoCoreAttention, PagedSelfAttention
 from megatron_async.models.layers.norm import Norm, fusable, head_norm_classes, norm_class
-from megatron_async.models.quantized.linear import as_built
+from megatron_async.models.quantized.deferred import as_built
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add  # isort: skip
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear  # isort: skip

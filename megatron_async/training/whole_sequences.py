@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.models.gpt_network import GPTNetwork
-from megatron_async.runner.whole_prompts import batch_of_prompts, forward_prompts
+from megatron_async.runner.memory.whole_prompts import batch_of_prompts, forward_prompts
 from megatron_async.training.routing import expert_layers, noted_experts
 
 

@@ -17,7 +17,7 @@ from megatron_async.checkpoint.reading.json_file import one_line
 from megatron_async.checkpoint.reading.regular_files import Watched
 from megatron_async.checkpoint.targets import EMBEDDING, OUTPUT, Target, check_has_values
 from megatron_async.errors import CheckpointError, IntegrityError
-from megatron_async.models.quantized.values import plain_parameter
+from megatron_async.models.description.kv_cache_spec import plain_parameter
 from megatron_async.weights.shared_memory import OpenedWeights
 from megatron_async.weights.source import (
     AnySource,

@@ -26,7 +26,7 @@ from megatron_async.checkpoint.reading.stored_size import SLACK, least_parameter
 from megatron_async.errors import CheckpointError
 from megatron_async.models import parallel
 from megatron_async.models.description.config import ModelConfig
-from megatron_async.models.quantized.values import plain_parameter
+from megatron_async.models.description.kv_cache_spec import plain_parameter
 from megatron_async.weights.announced import BUFFER_BYTES, Group, receive_announced
 from megatron_async.weights.header import check_directory_size, check_file
 from megatron_async.weights.shared_memory import open_weights

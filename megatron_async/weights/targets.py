@@ -23,7 +23,7 @@ from megatron_async.checkpoint.targets import (
     same_values,
 )
 from megatron_async.errors import CheckpointError
-from megatron_async.models.quantized.values import plain_parameter
+from megatron_async.models.description.kv_cache_spec import plain_parameter
 from megatron_async.weights.tensor_info import TensorInfo
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 NAN = 0x7F
 ROOM = 2.0
-"""Of the largest number that scales were chosen by: others may be larger."""
+"""How much larger than the largest that scales are chosen by a later number may be."""
 
 
 def scales_of(largest: Tensor) -> Tensor:

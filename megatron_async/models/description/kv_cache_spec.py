@@ -10,7 +10,6 @@ import torch
 
 from megatron_async.errors import ConfigError
 from megatron_async.megatron_compat.specs import mtp_inner_layer
-from megatron_async.models.quantized.values import plain_parameter
 
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
 
@@ -90,6 +89,12 @@ def kv_cache_spec(model: Any) -> KVCacheSpec:
         num_mtp_layers=num_mtp_layers,
         latent_rank=latent_rank,
     )
+
+
+def plain_parameter(model: Any) -> torch.Tensor:
+    """The first parameter in the dtype that ``model`` computes in: none that is kept in a byte."""
+    found: torch.Tensor = next(each for each in model.parameters() if each.dtype.itemsize > 1)
+    return found
 
 
 def _cached(attention: Any) -> tuple[int, int, int | None]:

@@ -18,7 +18,7 @@ from megatron_async.models.description.recurrent_state_spec import StateTensor
 from megatron_async.models.mamba.sequence import mix_sequences
 from megatron_async.models.mamba.shards import mixer_shards
 from megatron_async.models.mamba.states import mix_step, state_tensors
-from megatron_async.models.quantized.linear import as_built
+from megatron_async.models.quantized.deferred import as_built
 
 from megatron.core.tensor_parallel.layers import (  # isort: skip
     ColumnParallelLinear,

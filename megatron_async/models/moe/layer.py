@@ -30,7 +30,8 @@ from megatron_async.models import parallel
 from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.moe.settings import expert_activation, router_settings
 from megatron_async.models.moe.shards import expert_shards
-from megatron_async.models.quantized.linear import as_built, weight_of
+from megatron_async.models.quantized.deferred import as_built
+from megatron_async.models.quantized.linear import weight_of
 
 from megatron.core.transformer.mlp import MLPSubmodules  # isort: skip
 from megatron.core.transformer.module import MegatronModule  # isort: skip

@@ -1,20 +1,17 @@
 """Linear layers that may keep their weights as e4m3.
 
-While a model is built with :func:`may_be_quantized`, its linear layers take no memory for weights.
-What they keep is decided when it is known what is stored (:func:`keep`). A layer of e4m3 has
-``weight`` ``[n, k]`` of that dtype and ``weight_scale`` fp32 ``[n, groups]``, see ``values.py``;
-with experts both have these in front. Its forward multiplies the weight out; the fused blocks
+While a model is built inside of ``deferred.may_be_quantized``, its linear layers take no memory for
+weights. What they keep is decided when it is known what is stored (:func:`keep`). A layer of e4m3
+has ``weight`` ``[n, k]`` of that dtype and ``weight_scale`` fp32 ``[n, groups]``, see
+``values.py``; with experts both have these in front. Its forward multiplies the weight out; the fused blocks
 (``models/fused``) have kernels that do not.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,27 +27,8 @@ from megatron.core.tensor_parallel.layers import (  # isort: skip
     RowParallelLinear,
 )
 
-Class = TypeVar("Class", bound=type)
-
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 SCALE = "weight_scale"
-
-_deferred: ContextVar[bool] = ContextVar("deferred", default=False)
-
-
-@contextmanager
-def may_be_quantized() -> Iterator[None]:
-    """Layers that are built inside may keep e4m3."""
-    token = _deferred.set(True)
-    try:
-        yield
-    finally:
-        _deferred.reset(token)
-
-
-def as_built(layer: Class) -> Class:
-    """``layer``, or inside of :func:`may_be_quantized` its subclass that may keep e4m3."""
-    return cast(Class, _quantizable(layer)) if _deferred.get() else layer
 
 
 def weight_of(layer: Any, dtype: torch.dtype) -> Tensor:
@@ -138,7 +116,7 @@ class _Deferred:
 
 
 class _Column(_Deferred):
-    """Of :class:`ColumnParallelLinear`."""
+    """Beside :class:`ColumnParallelLinear`."""
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, *args: Any, **kw: Any) -> Any:
         """As the class does, with the weight multiplied out."""
@@ -148,7 +126,7 @@ class _Column(_Deferred):
 
 
 class _Row(_Deferred):
-    """Of :class:`RowParallelLinear`, for inference."""
+    """Beside :class:`RowParallelLinear`, for inference."""
 
     bias: Tensor | None
     skip_bias_add: bool
@@ -170,7 +148,8 @@ class _Row(_Deferred):
 
 
 @cache
-def _quantizable(layer: type) -> type:
+def quantizable_class(layer: type) -> type:
+    """The subclass of ``layer`` that may keep e4m3."""
     kind: type = _Deferred
     if issubclass(layer, ColumnParallelLinear):
         kind = _Column

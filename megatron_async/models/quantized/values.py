@@ -10,18 +10,12 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 """The largest number of e4m3."""
 FEWEST_COLUMNS = 32
 """That share a scale: scales of fewer would cost more than an eighth of the weights' bytes."""
-
-
-def plain_parameter(model: Module) -> Tensor:
-    """The first parameter that is in the dtype that ``model`` computes in."""
-    return next(each for each in model.parameters() if each.dtype != E4M3)
 
 
 def columns_of(k: int, block: int) -> int | None:

@@ -15,7 +15,7 @@ import torch
 
 from megatron_async.kernels.attention.e4m3_cache import scales_of
 from megatron_async.runner.memory.forward_batch import ForwardBatch
-from megatron_async.runner.whole_prompts import batch_of_prompts, forward_prompts
+from megatron_async.runner.memory.whole_prompts import batch_of_prompts, forward_prompts
 
 logger = logging.getLogger(__name__)
 
