@@ -131,7 +131,7 @@ def measure(name: str, tokens: int, length: int) -> list[dict[str, Any]]:
 
 
 def perplexity(log_probs: Tensor, texts: Tensor) -> float:
-    """That of all tokens but the first of each sequence."""
+    """The perplexity of all tokens but the first of each sequence."""
     of_next = log_probs[:, :-1].gather(-1, texts[:, 1:, None])
     return float((-of_next.mean()).exp())
 

@@ -3,8 +3,8 @@
 While a model is built inside of ``deferred.may_be_quantized``, its linear layers take no memory for
 weights. What they keep is decided when it is known what is stored (:func:`keep`). A layer of e4m3
 has ``weight`` ``[n, k]`` of that dtype and ``weight_scale`` fp32 ``[n, groups]``, see
-``values.py``; with experts both have these in front. Its forward multiplies the weight out; the fused blocks
-(``models/fused``) have kernels that do not.
+``values.py``; with experts both have these in front. Its forward multiplies the weight out; the
+fused blocks (``models/fused``) have kernels that do not.
 """
 
 from __future__ import annotations
