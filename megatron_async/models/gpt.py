@@ -55,6 +55,8 @@ class Inference:
         rotary: the table that all attention layers share; None without rotary embeddings.
         sliding_rotary: that of layers with a window, where they have one of their own.
         model_config: what the model was built from; None if its user built it with megatron-core.
+        stored_cache_scales: of keys and values, that the directory has for an FP8 KV cache, fp32
+            ``[layers, 2]``; None without.
         huggingface_names: of the directory that its weights were loaded from, if that was one of
             Hugging Face's.
         token_count: ids that may be sampled, where the rest of the vocabulary is padding; None for
@@ -75,6 +77,7 @@ class Inference:
     model_config: ModelConfig | None = None
     token_count: int | None = None
     huggingface_names: Names | None = None
+    stored_cache_scales: Tensor | None = None
     rotary: RotaryTable | None
     sliding_rotary: RotaryTable | None
 

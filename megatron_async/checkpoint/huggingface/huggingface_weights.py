@@ -367,8 +367,13 @@ def load_weights(directory: Path, config: ModelConfig, model: torch.nn.Module) -
         CheckpointError: see :class:`~megatron_async.checkpoint.reading.files.SafetensorsWeights`.
     """
     weights_of(directory, config, model).load()
-    names = family_of(read_json(directory / "config.json")).names
-    vars(model)["huggingface_names"] = names  # for new weights under these
+    values = read_json(directory / "config.json")
+    vars(model)["huggingface_names"] = family_of(values).names  # for new weights under these
+    if not is_plain(directory, values):
+        from megatron_async.checkpoint.quantized.cache_scales import read_cache_scales
+
+        scales = read_cache_scales(stored_headers(directory), config.num_layers)
+        vars(model)["stored_cache_scales"] = scales
 
 
 def weights_of(directory: Path, config: ModelConfig, model: torch.nn.Module) -> SafetensorsWeights:

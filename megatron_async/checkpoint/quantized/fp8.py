@@ -146,7 +146,7 @@ def fp8_targets(
     }
     for name, scale_name in scales.items():  # before any is read: they may be as large as a file
         check_shape(name, stored[name].shape, stored[scale_name].shape, blocks[name])
-    values = _read(scales.values(), stored)
+    values = read_tensors(scales.values(), stored)
     for name, scale_name in scales.items():
         of_name, scale = blocks[name], values[scale_name]
         check_scale(scale_name, scale)
@@ -204,7 +204,7 @@ def _check_plain(name: str, stored: Mapping[str, StoredTensor]) -> None:
         )
 
 
-def _read(names: Iterable[str], stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+def read_tensors(names: Iterable[str], stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
     """Read whole tensors, each file once."""
     from safetensors import SafetensorError, safe_open
 

@@ -23,8 +23,12 @@ def scales_of(largest: Tensor) -> Tensor:
     none."""
     wide = largest.float() * (ROOM / LARGEST)
     known = wide.isfinite() & (wide > 0)
-    exponents = torch.where(known, wide, 1.0).log2().ceil().clamp(-60, 60)
-    return torch.where(known, exponents.exp2(), 1.0)
+    return nearest_above(torch.where(known, wide, 1.0))
+
+
+def nearest_above(scale: Tensor) -> Tensor:
+    """Fp32 powers of two that are no smaller than positive ``scale``."""
+    return scale.float().log2().ceil().clamp(-60, 60).exp2()
 
 
 def encode(x: Tensor, scale: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Scales of a KV cache of e4m3, chosen when an engine starts: the same in each run, whatever comes.
 
-Fixed tokens go through the model once, as a prompt whose keys and values are kept in its own dtype,
-and each head's largest says the scale. What is larger later, by more than the room that is left, is
-cut off.
+Those that a checkpoint has are taken, as the next powers of two. Else fixed tokens go through the
+model once, as a prompt whose keys and values are kept in its own dtype, and each head's largest
+says the scale. What is larger later, by more than the room that is left, is cut off.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_async.kernels.attention.e4m3_cache import scales_of
+from megatron_async.kernels.attention.e4m3_cache import nearest_above, scales_of
 from megatron_async.runner.memory.forward_batch import ForwardBatch
 from megatron_async.runner.memory.whole_prompts import batch_of_prompts, forward_prompts
 
@@ -35,6 +35,10 @@ def choose_scales(network: Any, batch: ForwardBatch) -> None:
         logger.warning("the FP8 KV cache has scales of 1, since the model has pipeline stages")
         return
     spec = replace(network.kv_cache_spec.decoder, kept=None)
+    stored = getattr(network.model, "stored_cache_scales", None)
+    if stored is not None and spec.latent_rank is None and len(stored) == spec.num_layers:
+        scales[: len(stored)] = nearest_above(stored).to(scales)[..., None]
+        return
     count = min(TOKENS, network.max_sequence_length)
     ids = torch.arange(1, count + 1, device=network.device) * SPREAD // 64 % network.vocab_size
     own = batch_of_prompts(network, spec, [count], batch_invariant=batch.batch_invariant)

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megatron_async import DynamicInferenceEngine, EngineConfig, SamplingParams
-from megatron_async.errors import ConfigError
+from megatron_async.errors import CheckpointError, ConfigError
 from megatron_async.kernels.attention.e4m3_cache import E4M3, encode, scales_of
 from megatron_async.runner.memory.attention_metadata import AttentionMetadata
 from megatron_async.runner.memory.cache_attention import CacheAttention
+from tests.support.fp8_models import write
 from tests.support.huggingface_models import random_model
 from tests.support.sweeps import some
 
@@ -207,3 +209,48 @@ def test_sleep_and_new_weights() -> None:
         assert found_by(engine) == meant
         engine.update_weights(weights)
         assert found_by(engine) == meant
+
+
+FORMS = {
+    "compressed": "model.layers.{}.self_attn.{}_scale",
+    "modelopt": "model.layers.{0}.self_attn.{1}_proj.{1}_scale",
+    "older": "model.layers.{}.self_attn.{}_proj.output_scale",
+}
+
+
+def with_cache_scales(path: Path, form: str, scales: dict[tuple[int, str], float]) -> Path:
+    """A model in FP8 that brings ``scales``."""
+    torch.manual_seed(0)
+    random_model("llama").save_pretrained(path / "plain")
+    made = write(path / "model", path / "plain", "compressed-channel")
+    tensors = load_file(made / "model.safetensors")
+    tensors |= {FORMS[form].format(*at): torch.tensor([each]) for at, each in scales.items()}
+    save_file(tensors, made / "model.safetensors")
+    return made
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_scales_of_a_checkpoint_are_taken(form: str, tmp_path: Path) -> None:
+    scales = {(0, "k"): 0.03, (0, "v"): 0.5, (1, "k"): 0.26, (1, "v"): 3.0}
+    with engine_at(0, with_cache_scales(tmp_path, form, scales)) as engine:
+        found = engine.runner._program._batch.scales
+        assert found[..., 0].tolist() == [[2**-5, 0.5], [0.5, 4.0]]
+        assert found.equal(found[..., :1].expand_as(found))
+
+
+@pytest.mark.parametrize("missing", ((1, "v"), None))
+def test_scales_that_are_not_all_there_are_named_and_left(
+    missing: tuple[int, str] | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scales = {(0, "k"): 0.03, (0, "v"): 0.5, (1, "k"): 0.26, (1, "v"): 3.0}
+    scales.pop(missing) if missing is not None else scales.update({(2, "k"): 1.0})
+    with engine_at(0, with_cache_scales(tmp_path, "compressed", scales)) as engine:
+        chosen = engine.runner._program._batch.scales[..., 0].tolist()
+        assert chosen != [[2**-5, 0.5], [0.5, 4.0]]
+    assert "not one of each for each of its 2 layers" in caplog.text
+
+
+def test_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    path = with_cache_scales(tmp_path, "modelopt", {(0, "k"): float("nan"), (0, "v"): 1.0})
+    with pytest.raises(CheckpointError, match=r"k_proj.k_scale has 1 of 1 scales that are no"):
+        engine_at(0, path)

@@ -1,0 +1,56 @@
+"""Scales of keys and values that a checkpoint brings for an FP8 KV cache, one of each for a layer:
+compressed-tensors' and ModelOpt's ``k_scale``, and the older ``k_proj.output_scale``."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_async.checkpoint.quantized.fp8 import check_scale, read_tensors
+
+if TYPE_CHECKING:
+    from megatron_async.checkpoint.reading.files import StoredTensor
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(
+    r"\blayers\.(\d+)\.\w+\.(?:(?:[kv]_proj\.|attn\.)?([kv])_scale|([kv])_proj\.output_scale)$"
+)
+
+
+def read_cache_scales(stored: Mapping[str, StoredTensor], layers: int) -> Tensor | None:
+    """Fp32 ``[layers, 2]`` of keys and values; None if there are none, or, with a warning, not one
+    for each layer.
+
+    Raises:
+        CheckpointError: one is zero, negative, subnormal or not finite.
+    """
+    names: dict[tuple[int, int], str] = {}
+    for name in stored:
+        found = _NAME.search(name)
+        if found is not None:
+            names[int(found[1]), "kv".index(found[2] or found[3])] = name
+    if not names:
+        return None
+    wanted = {(layer, kind) for layer in range(layers) for kind in (0, 1)}
+    values = read_tensors(names.values(), stored)
+    for name, value in values.items():
+        check_scale(name, value)
+    if names.keys() != wanted or any(value.numel() != 1 for value in values.values()):
+        logger.warning(
+            "%s has scales of keys and values, such as %s, but not one of each for each of its %d "
+            "layers: they are left unread, and others are chosen",
+            stored[next(iter(values))].file.parent,
+            next(iter(values)),
+            layers,
+        )
+        return None
+    scales = torch.empty(layers, 2, dtype=torch.float32)
+    for (layer, kind), name in names.items():
+        scales[layer, kind] = values[name].float().reshape(())
+    return scales
