@@ -12,9 +12,17 @@ import torch
 from torch.nn import Parameter
 
 from megatron_async.kernels.gemm.tile_config import MAX_ROWS
+from megatron_async.models.build import build_model
 from megatron_async.models.fused import where
 from megatron_async.models.fused.decoder import FusedDecoder
 from megatron_async.models.fused.report import ATTENTION, EMBEDDING, HEAD, MLP
+from megatron_async.models.quantized.linear import (
+    keep,
+    quantizable,
+    quantize_in_place,
+    quantized,
+    weight_of,
+)
 from tests.support import emulator
 from tests.support.cuda_kernels import device, on_both
 from tests.support.decode_rig import DecodeRig, bfloat16_model, small
@@ -61,6 +69,30 @@ def test_a_decode_step_multiplies_with_weights_times_scales(
     assert not fused.coverage.fallbacks
     rig = DecodeRig(config, device)
     assert rig.error(rig.decode(fused.forward), widened_state(model)) < LIMIT
+
+
+@on_both("name", gpu=[("qwen3",), ("llama",)], small=[("llama",)])
+def test_a_model_that_is_built_with_e4m3_has_fused_blocks(device: torch.device, name: str) -> None:
+    """Those of ``quantization="fp8"``, whose classes are others."""
+    config = replace(small(name), num_layers=1)
+    plain = bfloat16_model(config, device)
+    made = build_model(
+        config, device=device, dtype=torch.bfloat16, initialize=False, may_be_quantized=True
+    ).eval()
+    for layer in quantizable(made).values():
+        keep(layer, None)
+    made.load_state_dict(plain.state_dict(), strict=False)
+    for layer in quantizable(made).values():
+        quantize_in_place(layer)
+    assert len(quantized(made)) == 4
+    fused = FusedDecoder(made)
+    assert not fused.coverage.fallbacks
+    layers = quantized(made).items()
+    meant = dict(made.named_parameters()) | {
+        f"{name}.weight": weight_of(layer, torch.float32) for name, layer in layers
+    }
+    rig = DecodeRig(config, device)
+    assert rig.error(rig.decode(fused.forward), meant) < LIMIT
 
 
 Change = Callable[[Any], None]
