@@ -107,6 +107,8 @@ class EngineSpec:
             routed_layers(model.network)
         if given is not None:
             _check_suits(given, described, drafting)
+        if config.quantization is not None or config.kv_cache_dtype is not None:
+            _check_quantized(model, config, described)
         return cls(
             config=config,
             model=described,
@@ -186,6 +188,20 @@ def _check_suits(given: KVCache, model: ModelDescription, drafting: Drafting) ->
     ):
         if has != needs:
             raise ConfigError(f"the context has {name}={has} and the model needs {needs}")
+
+
+def _check_quantized(model: ServedModel, config: EngineConfig, described: ModelDescription) -> None:
+    """Raise ConfigError where a model was not loaded as the configuration says."""
+    if config.quantization is not None:
+        from megatron_async.models.quantized.linear import quantizable
+
+        found = getattr(model.network, "model", None)
+        if found is None or not quantizable(found):
+            raise ConfigError("quantization is done with loading; give it to from_pretrained")
+    if config.kv_cache_dtype is not None and described.cached.kept is None:
+        raise ConfigError(
+            "kv_cache_dtype is for models that this package has loaded; give it to from_pretrained"
+        )
 
 
 def micro_batches_of(model: ModelDescription, config: EngineConfig) -> int:

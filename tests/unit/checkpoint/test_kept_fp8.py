@@ -302,6 +302,15 @@ def test_random_weights_and_what_is_refused(plain: Path, tmp_path: Path) -> None
         load_pretrained("tiny", quantization="awq")
 
 
+def test_an_engine_over_weights_that_are_there_does_not_quantize_them(plain: Path) -> None:
+    """The option had no effect, and nobody said so. The cache is each engine's own."""
+    with engine_over(plain / "llama") as engine:
+        with pytest.raises(ConfigError, match="quantization is done with loading; give it to from"):
+            engine.with_config(EngineConfig(quantization="fp8", block_count=20))
+        with engine.with_config(EngineConfig(kv_cache_dtype="fp8", block_count=20)) as other:
+            assert other.cache.kv.dtype == E4M3 and engine.cache.kv.dtype == torch.float32
+
+
 def test_a_format_that_is_not_known_is_refused_as_without(plain: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "model", plain / "llama", "deepseek")
     set_config(path, {"quant_method": "fp8", "fmt": "e5m2"})

@@ -34,13 +34,14 @@ def kept(cache: Tensor, scale: Tensor | None = None) -> Tensor:
 
 
 @on_devices
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("latent", (None, 24))
+@pytest.mark.parametrize(
+    ("dtype", "latent"), ((torch.float32, 24), (torch.bfloat16, None), (torch.bfloat16, 24))
+)
 def test_decode_reads_the_same_numbers(device: str, dtype: torch.dtype, latent: int | None) -> None:
     """Bit for bit those of a cache that holds them in the query's dtype."""
     heads, kv_heads, size = (4, 2, 64) if latent is None else (6, 1, 32)
     case = make_decode(
-        [1, 45, 270], heads=heads, kv_heads=kv_heads, head_dim=size, block_size=16, dtype=dtype,
+        [1, 45], heads=heads, kv_heads=kv_heads, head_dim=size, block_size=16, dtype=dtype,
         device=device,
     )  # fmt: skip
     keys, values = kept(case.keys), kept(case.values)
@@ -58,14 +59,15 @@ def test_decode_reads_the_same_numbers(device: str, dtype: torch.dtype, latent: 
 
 
 @on_devices
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("latent", (None, 24))
+@pytest.mark.parametrize(
+    ("dtype", "latent"), ((torch.float32, 24), (torch.bfloat16, None), (torch.bfloat16, 24))
+)
 def test_prefill_reads_the_same_numbers(
     device: str, dtype: torch.dtype, latent: int | None
 ) -> None:
     group, kv_heads, size = (2, 2, 64) if latent is None else (6, 1, 32)
     case = make_prefill(
-        [(0, 1), (70, 33), (5, 20)], group=group, kv_heads=kv_heads, head_dim=size, block_size=16,
+        [(0, 1), (17, 9)], group=group, kv_heads=kv_heads, head_dim=size, block_size=16,
         dtype=dtype, device=device,
     )  # fmt: skip
     keys, values = kept(case.keys), kept(case.values)
@@ -111,8 +113,7 @@ def test_each_number_is_kept_as_the_nearest(device: str) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("pairs", (16, 8))
+@pytest.mark.parametrize(("dtype", "pairs"), ((torch.float32, 16), (torch.bfloat16, 8)))
 def test_what_is_appended_is_what_the_reference_keeps(
     device: str, dtype: torch.dtype, pairs: int
 ) -> None:
