@@ -147,6 +147,11 @@ class ResponsesRequest(SamplingFields):
         for name in ("previous_response_id", "conversation", "prompt", "background"):
             if getattr(self, name):
                 raise ApiError(400, f"{name} is not supported here; leave it out", param=name)
+        for name in ("max_tokens", "max_completion_tokens"):
+            if getattr(self, name) is not None:
+                raise ApiError(
+                    400, f"{name} is of other paths; send max_output_tokens here", param=name
+                )
 
     def take_format(self) -> None:
         """Have ``text.format`` as ``response_format``; raises ApiError."""

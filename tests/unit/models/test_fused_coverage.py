@@ -465,6 +465,7 @@ class Steps(Batch):
     def __init__(self, block_size: int) -> None:
         self.block_size_tokens = block_size
         self.block_table = torch.zeros(1, 4, dtype=torch.int64)
+        self.kv_cache = torch.zeros(0, dtype=torch.bfloat16)
 
 
 def test_rows_that_no_tile_config_was_measured_for_are_said_once(

@@ -117,6 +117,8 @@ def test_wrong_chats_are_refused_by_field(client: httpx.Client, body: Any, param
         ({"input": [{"type": "function_call_output"}]}, "input[0].call_id"),
         ({"input": "a", "tools": [{"type": "function"}]}, "tools[0].name"),
         ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"input": "a", "max_tokens": 3}, "max_tokens"),
+        ({"input": "a", "max_completion_tokens": -1}, "max_completion_tokens"),
         ({"input": "a", "background": True}, "background"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
