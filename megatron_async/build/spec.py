@@ -193,10 +193,11 @@ def _check_suits(given: KVCache, model: ModelDescription, drafting: Drafting) ->
 def _check_quantized(model: ServedModel, config: EngineConfig, described: ModelDescription) -> None:
     """Raise ConfigError where a model was not loaded as the configuration says."""
     if config.quantization is not None:
+        from megatron_async.models.gpt_network import GPTNetwork
         from megatron_async.models.quantized.linear import quantizable
 
-        found = getattr(model.network, "model", None)
-        if found is None or not quantizable(found):
+        network = model.network
+        if not isinstance(network, GPTNetwork) or not quantizable(network.model):
             raise ConfigError("quantization is done with loading; give it to from_pretrained")
     if config.kv_cache_dtype is not None and described.cached.kept is None:
         raise ConfigError(
