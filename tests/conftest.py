@@ -16,6 +16,7 @@ from tests.support import gpus  # noqa: F401 - before the next one looks for GPU
 from tests.support.emulator import FOLDER
 from tests.support.interpreter import INTERPRETED, mend_interpreter
 from tests.support.leftovers import watch_for_leftovers
+from tests.support.recorded_launches import record_into
 from tests.support.selection import LONG, QUICK
 from tests.support.sweeps import choose_seed, share
 
@@ -33,6 +34,8 @@ TOKENIZERS = Path(__file__).parent / "tokenizers"
 
 if INTERPRETED:
     mend_interpreter()
+    if launches := os.environ.get("TEST_RECORDS_LAUNCHES"):
+        record_into(Path(launches))
 
 # Imports and collection leave no garbage that is worth a look at all modules, again and again.
 gc.disable()

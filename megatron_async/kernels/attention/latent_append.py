@@ -52,10 +52,10 @@ def _latent_append_kernel(
         even = tl.load(key_ptr, mask=in_pairs, other=0.0).to(tl.float32)
         odd = tl.load(key_ptr + 1, mask=in_pairs, other=0.0).to(tl.float32)
         key_ptr = place_ptr + RANK + pair
-        first = as_kept((even * cos - odd * sin).to(dtype), scale, E4M3)
-        second = as_kept((odd * cos + even * sin).to(dtype), scale, E4M3)
-        tl.store(key_ptr, first, mask=in_pairs)
-        tl.store(key_ptr + PAIRS, second, mask=in_pairs)
+        kept = as_kept((even * cos - odd * sin).to(dtype), scale, E4M3)
+        tl.store(key_ptr, kept, mask=in_pairs)
+        kept = as_kept((odd * cos + even * sin).to(dtype), scale, E4M3)
+        tl.store(key_ptr + PAIRS, kept, mask=in_pairs)
     else:
         head = (part - 1) * HEADS + tl.arange(0, HEADS)
         mask = (head < heads)[:, None] & in_pairs[None, :]

@@ -21,18 +21,19 @@ from megatron_async.kernels.attention.e4m3_cache import encode, write
 def as_kept(x, scale, E4M3: tl.constexpr):
     """``x`` as the cache has it: its own, or the byte of e4m3 that is nearest to its share of the
     scale, ties to even, at most 448 in size."""
-    if not E4M3:
-        return x
-    bits = (x.to(tl.float32) / scale).to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    is_nan = size > 0x7F800000
-    size = tl.minimum(size, 0x43E00000)  # of 448
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
-    # A number of this size has steps of 2 ** -9, as subnormal ones of e4m3.
-    shifted = size.to(tl.float32, bitcast=True) + 16384.0
-    subnormal = shifted.to(tl.int32, bitcast=True) - 0x46800000
-    byte = tl.where(is_nan, 0x7F, tl.where(size < 0x3C800000, subnormal, normal))
-    return (byte | ((bits >> 24) & 0x80)).to(tl.uint8)
+    kept = x
+    if E4M3:
+        bits = (x.to(tl.float32) / scale).to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        is_nan = size > 0x7F800000
+        size = tl.minimum(size, 0x43E00000)  # of 448
+        normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
+        # A number of this size has steps of 2 ** -9, as subnormal ones of e4m3.
+        shifted = size.to(tl.float32, bitcast=True) + 16384.0
+        subnormal = shifted.to(tl.int32, bitcast=True) - 0x46800000
+        byte = tl.where(is_nan, 0x7F, tl.where(size < 0x3C800000, subnormal, normal))
+        kept = (byte | ((bits >> 24) & 0x80)).to(tl.uint8)
+    return kept
 
 
 @triton.jit

@@ -1,4 +1,5 @@
-"""The Triton kernels without a GPU: their tests in a process where Triton interprets kernels."""
+"""The Triton kernels without a GPU: their tests in a process where Triton interprets kernels. What
+was launched there is compiled for a GPU then."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import torch
 
 from tests.support.interpreter import HAS_TRITON, INTERPRETED
 from tests.support.patience import PATIENCE_SECONDS
+from tests.support.recorded_launches import compile_recorded
 
 HERE = Path(__file__)
 RUNS = (
@@ -53,14 +55,15 @@ MARKED = re.compile(r"^\s*(@interpreted|@on_devices|.*marks=interpreted)", re.MU
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 @pytest.mark.parametrize("files", RUNS, ids=lambda files: files[0])
 def test_kernels_in_tritons_interpreter(
-    files: tuple[str, ...], pytestconfig: pytest.Config
+    files: tuple[str, ...], pytestconfig: pytest.Config, tmp_path: Path
 ) -> None:
+    launches = tmp_path / "launches"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     if pytestconfig.getoption("--all"):
         command.append("--all")
     result = subprocess.run(
         [*command, *(str(FILES[file]) for file in files)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, "TRITON_INTERPRET": "1", "TEST_RECORDS_LAUNCHES": str(launches)},
         cwd=HERE.parents[3],
         capture_output=True,
         text=True,
@@ -69,6 +72,7 @@ def test_kernels_in_tritons_interpreter(
     assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-1000:]
     passed = re.search(r"(\d+) passed", result.stdout)
     assert passed is not None and int(passed[1]) >= 3, result.stdout[-5000:]
+    assert len(compile_recorded(launches, whole=pytestconfig.getoption("--all"))) >= 10
 
 
 def test_no_file_is_forgotten() -> None:
