@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_async.cli.options.values import integer, several
 from megatron_async.cli.output.table import format_table
+from megatron_async.config.engine_config import QUANTIZATIONS
 from megatron_async.errors import ConfigError
 from megatron_async.kernels.gemm.tile_config import (
     ADD,
@@ -52,6 +53,8 @@ def add_command(commands: Any) -> None:
     choice.add_argument("--model", metavar="tiny|PATH", help="a model; its weights are not read")
     choice.add_argument("--shape", choices=tuple(SHAPES), help="the shape of a known model")
     group.add_argument("--device", metavar="NAME", help="default: the first GPU")
+    said = "fp8: GEMMs whose weights are e4m3, with a scale for each row (default: bfloat16)"
+    group.add_argument("--quantization", choices=QUANTIZATIONS, help=said)
     said = "ranks, of one of which the shapes are measured, on one GPU (default: 1)"
     name = "--tensor-model-parallel-size"
     group.add_argument(name, type=integer(1), default=1, metavar="N", help=said)
@@ -98,8 +101,9 @@ def run(args: argparse.Namespace) -> int:
             "by itself, with the --tensor-model-parallel-size of the ranks"
         )
     keeps = not (args.dry_run or args.exhaustive)
-    if max(args.batch_sizes) > ANY_SHAPE_ROWS and keeps:
-        limits = f"between 1 and {ANY_SHAPE_ROWS}; more only with --dry-run"
+    most = MAX_ROWS if args.quantization else ANY_SHAPE_ROWS
+    if max(args.batch_sizes) > most and keeps:
+        limits = f"between 1 and {most}; more only with --dry-run"
         raise ConfigError(f"--batch-sizes must be {limits}")
     if not set(args.gemms) <= set(_PRODUCTS):
         raise ConfigError(f"--gemms must be some of {','.join(_PRODUCTS)}")
@@ -141,7 +145,8 @@ def run(args: argparse.Namespace) -> int:
         times = f"{before:.1f}", f"{after:.1f}", f"{1 - after / before:.1%}"
         rows.append([size, *times, len(better)])
     layers = first_layers(config, min(args.layers, config.num_layers)).num_layers
-    print(f"{gpu}, {layers} layers and the output layer, bfloat16")
+    weights = "weights in e4m3" if args.quantization else "bfloat16"
+    print(f"{gpu}, {layers} layers and the output layer, {weights}")
     print(format_table(["batch", "before-us", "after-us", "less", "GEMMs changed"], rows))
     if path is None:
         print(*lines, sep=",\n")
@@ -183,9 +188,9 @@ def _tune(
         tqdm.write(f"batch {size}: {line}", file=sys.stderr)
 
     sizes = {"layers": args.layers, "context": args.context, "replays": args.replays}
-    rig = None
+    quantize, rig = args.quantization is not None, None
     try:
-        rig = Rig(config, size, **sizes, device=device)
+        rig = Rig(config, size, **sizes, device=device, quantize=quantize)
         end = time.monotonic() + args.seconds
         search = tuning.Search(rig, end, report if args.exhaustive or args.dry_run else None)
         if args.exhaustive:

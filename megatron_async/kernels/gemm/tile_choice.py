@@ -42,14 +42,16 @@ def find(
     shared memory; None if no kernel can be built.
 
     The measured one of this shape at these rows, or at rows near by, that can be built and needs no
-    TMA where there is none. Else, with bfloat16 weights for up to :data:`ANY_SHAPE_ROWS` rows, the
+    TMA where there is none; for e4m3 weights with a scale for some columns, also one for weights
+    with a scale for each row. Else, with bfloat16 weights for up to :data:`ANY_SHAPE_ROWS` rows, the
     heuristic's.
     """
     rows, n, k, norm, epilogue, scale_columns = problem
     assert norm is not None and epilogue is not None
     table = measured()
-    for like in FALLBACK_ROWS.get(rows, ()):
-        entry = lookup(table, problem._replace(rows=like))
+    alike = [scale_columns] if scale_columns in (0, k) else [scale_columns, k]
+    for columns, like in itertools.product(alike, FALLBACK_ROWS.get(rows, ())):
+        entry = lookup(table, problem._replace(rows=like, scale_columns=columns))
         if entry is None or entry.config.tma > tma:
             continue
         if entry.config.fits(n, k, rows, norm, epilogue, limit, scale_columns):

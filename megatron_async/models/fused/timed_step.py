@@ -102,6 +102,7 @@ class Rig:
         config: the model; ``layers`` of its layers are built.
         rows: that decode a token in each step.
         replays: steps of a measurement, whose mean is taken.
+        quantize: linear layers keep e4m3 with a scale for each row.
 
     Raises:
         ValueError: the fused step does not take such a model, or not on this device.
@@ -116,12 +117,15 @@ class Rig:
         context: int = 384,
         replays: int = 8,
         device: torch.device,
+        quantize: bool = False,
     ) -> None:
         config = first_layers(config, min(layers, config.num_layers))
         layers = config.num_layers
         self.device = device
         self.rows, self.replays = rows, replays
-        self.model = build_random_model(config, device=self.device, dtype=torch.bfloat16)
+        self.model = build_random_model(
+            config, device=self.device, dtype=torch.bfloat16, quantize=quantize
+        )
         equal_experts(self.model)
         columns = -(-(context + 1) // BLOCK_SIZE)
         cache = (layers, 2, rows * columns + 1, BLOCK_SIZE, config.num_kv_heads, config.head_dim)

@@ -322,6 +322,27 @@ def test_a_dry_run_prints_lines_of_the_table_and_keeps_nothing(
 
 
 @pytest.mark.usefixtures("gpu")
+def test_weights_in_e4m3_are_tuned_apart(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Quantized(FewProducts):
+        def __init__(self, config: Any, rows: int, *, quantize: bool, **options: Any) -> None:
+            super().__init__(config, rows)
+            columns = 4096 if quantize else 0
+            self.gemms = {n: replace(g, scale_columns=columns) for n, g in self.gemms.items()}
+
+        def step_us(self, configs: dict[str, TileConfig]) -> float:
+            return sum(10.0 + config.stages for config in configs.values())
+
+    monkeypatch.setattr(timed_step, "Rig", Quantized)
+    command = ["tune", "--shape", "llama8b", "--batch-sizes"]
+    assert main([*command, "64", "--quantization", "fp8"]) == 0
+    assert "e4m3" in capsys.readouterr().out
+    assert {(p.rows, p.scale_columns) for p in load_tuned("A GPU")} == {(64, 4096)}
+    assert main([*command, "64"]) == 2, "bfloat16 has no other kernel for so many"
+
+
+@pytest.mark.usefixtures("gpu")
 def test_nothing_is_kept_where_nothing_is_faster(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
