@@ -192,7 +192,8 @@ class ModelRunner:
         if progress is not None:
             captured = progress(captured, self._graphs.capture_count)
         for _ in captured:
-            pass
+            # Warm-up runs admit nobody to slot 0. It must not run on until its tokens end.
+            device.enqueue(cache.slots.reset, "reset")
         device.enqueue(self._reset, "reset")
         device.synchronize()
 

@@ -73,6 +73,10 @@ def test_a_parameter_that_lies_elsewhere_is_named() -> None:
         del old
 
 
+LAUNCH_BUFFER_POINTER, LAUNCH_BUFFER_SIZE = 1, 2
+"""``CU_LAUNCH_PARAM_BUFFER_POINTER`` and ``_SIZE`` of the driver."""
+
+
 def words_of(graph: torch.cuda.CUDAGraph) -> Iterator[int]:
     """All 8-byte words in the parameters of a graph's kernels."""
     from cuda.bindings import driver
@@ -89,15 +93,35 @@ def words_of(graph: torch.cuda.CUDAGraph) -> Iterator[int]:
             driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
         ):
             continue
-        parameters = checked(driver.cuGraphKernelNodeGetParams(node))
-        pointers = ctypes.cast(int(parameters.kernelParams), ctypes.POINTER(ctypes.c_void_p))
-        for number in range(1000):
-            status, *place = driver.cuFuncGetParamInfo(parameters.func, number)
-            if status != driver.CUresult.CUDA_SUCCESS:
-                break
-            content = ctypes.string_at(pointers[number], place[1])
+        for content in contents_of(checked(driver.cuGraphKernelNodeGetParams(node))):
             for at in range(0, len(content) - 7, 8):
                 yield int.from_bytes(content[at : at + 8], "little")
+
+
+def contents_of(parameters: Any) -> Iterator[bytes]:
+    """The parameters of a kernel: each by itself, or all in one buffer, as cuBLAS launches some."""
+    from cuda.bindings import driver
+
+    array = ctypes.POINTER(ctypes.c_void_p)
+    if not int(parameters.kernelParams or 0):
+        extra = ctypes.cast(int(parameters.extra or 0), array)
+        for at in range(0, 20 if extra else 0, 2):
+            kind = extra[at] or 0
+            if kind == LAUNCH_BUFFER_POINTER:
+                buffer = extra[at + 1]
+            elif kind == LAUNCH_BUFFER_SIZE:
+                size = ctypes.cast(extra[at + 1], ctypes.POINTER(ctypes.c_size_t))[0]
+            else:
+                break
+        if extra:
+            yield ctypes.string_at(buffer, size)
+        return
+    pointers = ctypes.cast(int(parameters.kernelParams), array)
+    for number in range(1000):
+        status, *place = driver.cuFuncGetParamInfo(parameters.func, number)
+        if status != driver.CUresult.CUDA_SUCCESS or not pointers[number]:
+            break
+        yield ctypes.string_at(pointers[number], place[1])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -127,7 +151,8 @@ def test_no_address_of_a_graphs_kernels_was_missed(
         for word in found:
             owners = [n for n, p in audit._names.items() if p.begin <= word < p.end]
             met |= {name for name in owners if named[name].is_cuda}
-            if owners and not any(p.begin <= word < p.end for p in seen):
+            # Some kernels hold where a tensor ends, which is where the next one may begin.
+            if owners and not any(p.begin <= word <= p.end for p in seen):
                 missed.append((hex(word), owners[0]))
         assert missed == []
         assert {f"model.{name}" for name, _ in model_of(engine).named_parameters()} <= met
