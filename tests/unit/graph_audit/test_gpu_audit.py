@@ -117,8 +117,12 @@ def contents_of(parameters: Any) -> Iterator[bytes]:
             yield ctypes.string_at(buffer, size)
         return
     pointers = ctypes.cast(int(parameters.kernelParams), array)
+    # Of a library that is loaded late a node has the kernel, and no function.
+    kernel, info = parameters.func, driver.cuFuncGetParamInfo
+    if not int(kernel):
+        kernel, info = parameters.kern, driver.cuKernelGetParamInfo
     for number in range(1000):
-        status, *place = driver.cuFuncGetParamInfo(parameters.func, number)
+        status, *place = info(kernel, number)
         if status != driver.CUresult.CUDA_SUCCESS or not pointers[number]:
             break
         yield ctypes.string_at(pointers[number], place[1])
@@ -155,4 +159,5 @@ def test_no_address_of_a_graphs_kernels_was_missed(
             if owners and not any(p.begin <= word <= p.end for p in seen):
                 missed.append((hex(word), owners[0]))
         assert missed == []
-        assert {f"model.{name}" for name, _ in model_of(engine).named_parameters()} <= met
+        used = [name for name, _ in model_of(engine).named_parameters() if "mtp." not in name]
+        assert {f"model.{name}" for name in used} <= met

@@ -190,6 +190,7 @@ def test_log_probs_on_a_gpu_are_those_of_rollouts(
     name: str, dtype: torch.dtype, depth: int
 ) -> None:
     """In captured graphs, with drafts, evictions and chunks."""
+    random.model_parallel_cuda_manual_seed(1, tp_rank=0, ep_rank=0, etp_rank=0)  # as trainers do
     model, served = (model_of(name, dtype, device="cuda") for _ in range(2))
     served = adapt_model(served) if name in STOCK else served
     rollouts = rollouts_of(
@@ -198,7 +199,9 @@ def test_log_probs_on_a_gpu_are_those_of_rollouts(
     batch = batch_of(rollouts)
     with exact_numerics(trained(model)) as exact:
         found = log_probs_of(exact, model, batch.tokens)
-        assert different(found, batch) == 0
+        wrong = (found.detach() != batch.log_probs) & (batch.weight_versions == 0)
+        by = (found.detach() - batch.log_probs)[wrong]
+        assert not wrong.any(), f"at {wrong.nonzero().tolist()} by {by.tolist()}"
         found.sum().backward()
 
 
