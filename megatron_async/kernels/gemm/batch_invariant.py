@@ -11,6 +11,7 @@ kernels give each row to one block, laid out by the row's own size.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,8 +34,21 @@ def batch_invariant_mode() -> Iterator[None]:
     Raises:
         ConfigError: (inside the scope) an operation on CUDA mixes rows, or has no kernel here.
     """
-    with _BatchInvariantMode():
-        yield
+    before = is_on()
+    _scope.on = True
+    try:
+        with _BatchInvariantMode():
+            yield
+    finally:
+        _scope.on = before
+
+
+_scope = threading.local()
+
+
+def is_on() -> bool:
+    """Whether this thread is inside of :func:`batch_invariant_mode`."""
+    return getattr(_scope, "on", False)
 
 
 def _by_row(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:

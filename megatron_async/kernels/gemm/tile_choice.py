@@ -43,8 +43,8 @@ def find(
 
     The measured one of this shape at these rows, or at rows near by, that can be built and needs no
     TMA where there is none; for e4m3 weights with a scale for some columns, also one for weights
-    with a scale for each row. Else, with bfloat16 weights for up to :data:`ANY_SHAPE_ROWS` rows, the
-    heuristic's.
+    with a scale for each row. Else the heuristic's, with bfloat16 weights for up to
+    :data:`ANY_SHAPE_ROWS` rows.
     """
     rows, n, k, norm, epilogue, scale_columns = problem
     assert norm is not None and epilogue is not None

@@ -3,8 +3,8 @@
 While a model is built inside of ``deferred.may_be_quantized``, its linear layers take no memory for
 weights. What they keep is decided when it is known what is stored (:func:`keep`). A layer of e4m3
 has ``weight`` ``[n, k]`` of that dtype and ``weight_scale`` fp32 ``[n, groups]``, see
-``values.py``; with experts both have these in front. Its forward multiplies the weight out; the
-fused blocks (``models/fused``) have kernels that do not.
+``values.py``; with experts both have these in front. Its forward multiplies the weight out, or
+reads it as it is for a few hundred rows on a GPU; so do the fused blocks (``models/fused``).
 """
 
 from __future__ import annotations
@@ -42,6 +42,20 @@ def weight_of(layer: Any, dtype: torch.dtype) -> Tensor:
 
         return e4m3.multiply_out(weight, layer.weight_scale, dtype)
     return multiply_out(weight, layer.weight_scale, dtype)
+
+
+def product(layer: Any, x: Tensor) -> Tensor:
+    """``x [..., k]`` times the weight, ``[..., n]``: by a kernel that reads e4m3 where there is one
+    for so many rows."""
+    weight: Tensor = layer.weight
+    if weight.dtype == E4M3 and x.is_cuda and x.dtype == torch.bfloat16 and HAS_TRITON:
+        from megatron_async.kernels.gemm import batch_invariant, wide_e4m3
+
+        rows, depth = x.numel() // weight.shape[1], weight.shape[1]
+        is_taken = depth % 128 == 0 and wide_e4m3.takes(rows, layer.weight_scale)
+        if is_taken and not batch_invariant.is_on():
+            return wide_e4m3.multiply(x, weight, layer.weight_scale)
+    return F.linear(x, weight_of(layer, x.dtype))
 
 
 def plain_class(layer: Any) -> type:
@@ -116,10 +130,20 @@ class _Deferred:
 
 
 class _Column(_Deferred):
-    """Beside :class:`ColumnParallelLinear`."""
+    """Beside :class:`ColumnParallelLinear`, for inference."""
+
+    bias: Tensor | None
+    skip_bias_add: bool
+    gather_output: bool
+    sequence_parallel: bool
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, *args: Any, **kw: Any) -> Any:
-        """As the class does, with the weight multiplied out."""
+        """As the class does, with the weight multiplied out or read as e4m3."""
+        if weight is None and not (args or kw or self.gather_output or self.sequence_parallel):
+            out = product(self, input_)
+            if self.skip_bias_add:
+                return out, self.bias
+            return (out if self.bias is None else out + self.bias), None
         if weight is None:
             weight = weight_of(self, input_.dtype)
         return super().forward(input_, weight, *args, **kw)  # type: ignore[misc]
@@ -139,7 +163,7 @@ class _Row(_Deferred):
         """``[S, B, K]``, this rank's share of K, to the whole ``[S, B, N]``, and a bias that is yet
         to be added."""
         ranks: parallel.ModelParallel | None = vars(self)["_ranks"]
-        total = F.linear(input_, weight_of(self, input_.dtype))
+        total = product(self, input_)
         if ranks is not None:
             total = ranks.sum_rows(total)
         if self.skip_bias_add:

@@ -29,6 +29,7 @@ RUNS = (
         "test_row_kernels.py",
         "test_e4m3.py",
         "test_e4m3_cache.py",
+        "test_wide_e4m3.py",
         "test_graph_memory.py",
     ),
     (
