@@ -220,17 +220,20 @@ class Kernel:
 def tensor_map(
     tensor: Tensor, sizes: Sequence[int], strides: Sequence[int], tile: Sequence[int]
 ) -> TensorMap:
-    """How TMA finds tiles of a bfloat16 tensor, swizzled by 128 bytes. It holds the tensor's
-    address, not the tensor.
+    """How TMA finds tiles of a tensor of bfloat16 or bytes, swizzled by 128 bytes. It holds the
+    tensor's address, not the tensor.
 
     Args:
         sizes, tile: elements by dimension, the innermost first; a tile is 128 bytes wide.
         strides: bytes from one to the next, of all dimensions but the innermost.
     """
-    driver = _driver()
+    driver, element = _driver(), tensor.element_size()
+    kinds = driver.CUtensorMapDataType
     handle = _check(
         driver.cuTensorMapEncodeTiled(
-            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8
+            if element == 1
+            else kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
             len(sizes),
             tensor.data_ptr(),
             [driver.cuuint64_t(size) for size in sizes],
@@ -244,7 +247,8 @@ def tensor_map(
         ),
         "cuTensorMapEncodeTiled",
     )
-    size = 2 + sum((n - 1) * step for n, step in zip(sizes, (2, *strides), strict=True))
+    steps = element, *strides
+    size = element + sum((n - 1) * step for n, step in zip(sizes, steps, strict=True))
     return TensorMap(handle, tensor.data_ptr(), size)
 
 

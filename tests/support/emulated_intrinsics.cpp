@@ -74,6 +74,7 @@ struct Product {
   float* sums;
   int columns;
   unsigned a, b;
+  const u32* own = nullptr;  // in place of a: registers, read when the product is awaited
 };
 
 // Where a fiber runs. Making one takes system calls, so that one fiber after another has it.
@@ -183,8 +184,9 @@ void load_tile(unsigned into, const u64* map, std::vector<int> at, unsigned barr
   for (size_t d = 1; d < at.size(); d++) rows *= tile[d];
   for (long long row = 0; row < rows; row++)
     for (int chunk = 0; chunk < 8; chunk++) {
-      const char* from = (const char*)map[0] + (at[0] + chunk * 8) * 2;
-      bool inside = at[0] + chunk * 8 < (long long)sizes[0];
+      const int first = at[0] + chunk * (16 / (int)strides[0]);  // elements, of so many bytes
+      const char* from = (const char*)map[0] + first * strides[0];
+      bool inside = first < (long long)sizes[0];
       long long rest = row;
       for (size_t d = 1; d < at.size(); rest /= tile[d], d++) {
         const long long i = at[d] + rest % (long long)tile[d];
@@ -216,11 +218,24 @@ float swizzled(unsigned matrix, int row, int k) {
   const unsigned at = matrix + row / 8 * 1024 + row % 8 * 128 + k * 2;
   return __uint_as_float((u32) * (const u16*)shared_at(at ^ (at >> 7 & 7) << 4, 2) << 16);
 }
-void multiply(const Product& p) {
+struct Registers {
+  u32 a[4];
+};
+// `own`: of all lanes of the warp, if the left matrix is in registers.
+void multiply(const Product& p, const Registers* own) {
   const int lane = fiber->thread.x % 32, warp = fiber->thread.x / 32 % 4;
   for (int j = 0; j < p.columns / 2; j++) {
     const int row = warp * 16 + lane / 4 + j % 4 / 2 * 8, column = j / 4 * 8 + lane % 4 * 2 + j % 2;
-    for (int k = 0; k < 16; k++) p.sums[j] += swizzled(p.a, row, k) * swizzled(p.b, column, k);
+    for (int k = 0; k < 16; k++) {
+      float v;
+      if (own == nullptr) {
+        v = swizzled(p.a, row, k);
+      } else {
+        const u32 pair = of_lane(own, lane / 4 * 4 + k % 8 / 2).a[j % 4 / 2 + k / 8 * 2];
+        v = __uint_as_float(k % 2 ? pair & 0xffff0000u : pair << 16);
+      }
+      p.sums[j] += v * swizzled(p.b, column, k);
+    }
   }
 }
 
@@ -301,8 +316,16 @@ void wgmma(float* sums, int columns, u32 a, u32 b) {
   if (a % 1024 >= 128 || b % 1024 >= 128 || a % 32 || b % 32) fail("misaligned matrix");
   fiber->products.push_back({sums, columns, a, b});
 }
+void wgmma(float* sums, int columns, const u32* a, u32 b) {
+  if (b % 1024 >= 128 || b % 32) fail("misaligned matrix");
+  fiber->products.push_back({sums, columns, 0, b, a});
+}
 void await_wgmma() {
-  for (const auto& p : fiber->products) multiply(p);
+  for (const auto& p : fiber->products) {
+    const Registers* own = nullptr;
+    if (p.own != nullptr) own = show(Registers{{p.own[0], p.own[1], p.own[2], p.own[3]}});
+    multiply(p, own);
+  }
   fiber->products.clear();
   // It is over for all four warps at once.
   arrive_and_wait(fiber->block->warpgroups[fiber->thread.x / 128]);

@@ -58,6 +58,7 @@ const T& of_lane(const T* shown, unsigned lane) {
 
 void await_copies(size_t pending);
 void wgmma(float* sums, int columns, u32 a, u32 b);
+void wgmma(float* sums, int columns, const u32* a, u32 b);
 void await_wgmma();
 void send(u32 into, const void* value, u32 size, u32 barrier);
 char* shared_at(u32 at, u32 size);
@@ -183,6 +184,7 @@ void tma_load(u32 into, const TensorMap& map, int a, int b, u32 barrier);
 void tma_load(u32 into, const TensorMap& map, int a, int b, int c, int d, u32 barrier);
 inline void prefetch_tensor_map(const TensorMap&) {}
 
+inline u32 load_shared_pair(u32 at) { return *(u16*)emulator::shared_at(at, 2); }
 inline Vec load_shared(u32 at) { return *(Vec*)emulator::shared_at(at, 16); }
 inline void store_shared(u32 at, Vec v) { *(Vec*)emulator::shared_at(at, 16) = v; }
 inline Vec load_l2_vec(const void* p) { return *emulator::checked((const Vec*)p); }
@@ -209,6 +211,11 @@ template <int COLUMNS>
 void wgmma(float (&d)[COLUMNS / 2], u32 a, u32 b) {
   emulator::wgmma(d, COLUMNS, a, b);
 }
+template <int COLUMNS>
+void wgmma(float (&d)[COLUMNS / 2], u32 (&a)[4], u32 b) {
+  emulator::wgmma(d, COLUMNS, a, b);
+}
+inline void keep(u32 (&)[4]) {}
 inline void begin_wgmma() {}
 inline void end_wgmma() {}
 template <int COLUMNS>

@@ -191,11 +191,16 @@ def tensor_map(
 ) -> cuda.TensorMap:
     """Stands for ``compile.tensor_map``: what ``tma_load`` in ``emulated_intrinsics.hpp`` reads,
     and behind it how many bytes the tensor has."""
-    assert tile[0] * 2 == 128 and max(tile) <= 256 and len(sizes) == len(tile) == len(strides) + 1
+    element = tensor.element_size()
+    assert (
+        tile[0] * element == 128
+        and max(tile) <= 256
+        and len(sizes) == len(tile) == len(strides) + 1
+    )
     assert all(stride % 16 == 0 for stride in strides) and tensor.data_ptr() % 16 == 0
     rest = [0] * (4 - len(sizes))
-    steps = [2, *strides]
-    size = 2 + sum((n - 1) * step for n, step in zip(sizes, steps, strict=True))
+    steps = [element, *strides]
+    size = element + sum((n - 1) * step for n, step in zip(sizes, steps, strict=True))
     dimensions = [*sizes, *rest, *steps, *rest, *tile, *rest]
     handle = (ctypes.c_ulonglong * 16)(tensor.data_ptr(), *dimensions, len(sizes), size)
     return cuda.TensorMap(handle, tensor.data_ptr(), size)

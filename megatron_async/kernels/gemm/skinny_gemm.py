@@ -25,6 +25,7 @@ from megatron_async.kernels.gemm.tile_config import (
     STAGE_K,
     TileConfig,
     row_groups,
+    stage_columns,
 )
 from megatron_async.kernels.ranks.peers import Peers
 from megatron_async.kernels.shared_memory import STATIC_BYTES, block_limit
@@ -101,6 +102,31 @@ class WgmmaArguments(NamedTuple):
     out_row: int
     workspace: Fp32 | None
     arrivals: Int32 | None
+    w_map: TensorMap
+    x_map: TensorMap
+
+
+class WgmmaE4m3Arguments(NamedTuple):
+    """Parameters of ``skinny_gemm_wgmma.cu`` with ``W8``, in order: the same and the scales."""
+
+    x: Bf16 | None
+    w: E4m3 | None
+    bias: Bf16 | None
+    norm_weight: Bf16 | None
+    norm_bias: Bf16 | None
+    stats_in: Fp32 | None
+    stats_tiles: int
+    eps: float
+    residual: Bf16 | None
+    out: Bf16 | None
+    next_weight: Bf16 | None
+    scaled: Bf16 | None
+    stats_out: Fp32 | None
+    M: int
+    out_row: int
+    workspace: Fp32 | None
+    arrivals: Int32 | None
+    weight_scale: Fp32
     w_map: TensorMap
     x_map: TensorMap
 
@@ -217,13 +243,15 @@ class SkinnyGemm:
         next_weight, scaled_out = scaled or (None, None)
         stats_tiles = 0 if statistics is None else statistics.shape[1]
         row = self._n if out is None else out.stride(0)
-        arguments: WgmmaArguments | MmaArguments | E4m3Arguments
+        arguments: WgmmaArguments | WgmmaE4m3Arguments | MmaArguments | E4m3Arguments
         if self._config.tma:
             arguments = WgmmaArguments(
                 None, None, bias, None, None, statistics, stats_tiles, float(eps), residual, out,
                 next_weight, scaled_out, statistics_out, x.shape[0], row, self._workspace,
                 self._arrivals, self._weight_map(weight), self._x_map(x),
             )  # fmt: skip
+            if weight_scale is not None:
+                arguments = WgmmaE4m3Arguments(*arguments[:-2], weight_scale, *arguments[-2:])  # type: ignore[arg-type]
         else:
             arguments = MmaArguments(
                 x, weight, bias, norm_weight, norm_bias, statistics, stats_tiles, float(eps),
@@ -237,11 +265,12 @@ class SkinnyGemm:
 
     def _weight_map(self, weight: Tensor) -> TensorMap:
         """The weight in TMA tiles of a CTA's rows."""
-        key, row, tiles = weight.data_ptr(), self._k * 2, self._config.row_tiles
+        key, tiles = weight.data_ptr(), self._config.row_tiles
+        row, columns = self._k * weight.element_size(), stage_columns(self._scale_columns)
         if key not in self._weight_maps:
-            sizes, strides, tile = [self._k, self._n], [row], [STAGE_K, 16 * tiles]
+            sizes, strides, tile = [self._k, self._n], [row], [columns, 16 * tiles]
             if self._gated:  # eight rows of gate, eight of up
-                sizes, tile = [self._k, 8, 2, self._n // 16], [STAGE_K, 8, 2, tiles]
+                sizes, tile = [self._k, 8, 2, self._n // 16], [columns, 8, 2, tiles]
                 strides = [row, self._n // 2 * row, 8 * row]
             self._weight_maps[key] = cuda.tensor_map(weight, sizes, strides, tile)
         return self._weight_maps[key]

@@ -10,6 +10,9 @@
 //
 // wgmma multiplies 64 rows of W at a time: those behind the last tile are whatever lies behind it in
 // shared memory, and nobody looks at their sums.
+//
+// Of W8, with a scale for each row, a stage has 128 columns, as many bytes of W, and two TMA tiles of x.
+// W goes through registers (skinny_gemm_wgmma_fp8.cuh).
 
 #define WARPS 4
 #define WK 1
@@ -17,7 +20,12 @@
 #define WARP_TILES ((RT + 3) / 4)
 #define INTERLEAVED 1
 #define LATE_RESIDUAL 0
+#if W8
+#define X_HALF (MT * 8 * 128)
+#define X_STAGE (2 * X_HALF)
+#else
 #define X_STAGE (MT * 8 * 128)
+#endif
 #define STAGE_BYTES (WEIGHT_BYTES + X_STAGE)
 #define RING_BYTES (ST * STAGE_BYTES)
 #define BEYOND ((WARP_TILES * 4 - RT) * 2048)  // what wgmma reads behind the last tile
@@ -27,6 +35,11 @@
 extern __shared__ __align__(1024) char shared[];
 
 #include "skinny_gemm.cuh"
+#if W8
+#include "e4m3.cuh"
+
+static_assert(SCALES_ROWS, "a scale for each row");
+#endif
 
 static_assert(NORM != 2 && RT <= 16, "x goes into the product as it is");
 
@@ -34,7 +47,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     skinny_gemm_wgmma(const u16* x, const char* w, const u16* bias, const u16* norm_weight,
                       const u16* norm_bias, const float2* stats_in, int stats_tiles, float eps,
                       const u16* residual, u16* out, const u16* next_weight, u16* scaled,
-                      float2* stats_out, int M, int out_row, float4* workspace, u32* arrivals,
+                      float2* stats_out, int M, int out_row, float4* workspace, u32* arrivals SCALING,
                       const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map SENDING) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int wr = warp % 1, wk = 0;  // computed, not 0: a constant would not be captured
@@ -61,13 +74,17 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   }
   int ahead_tile = tile, ahead_k = 0, ahead_stage = 0, issued = 0;
   auto load_x = [&](int k, int stage) {
-    tma_load(base + stage * STAGE_BYTES + WEIGHT_BYTES, x_map, (first_stage + k) * 64, 0,
+    tma_load(base + stage * STAGE_BYTES + WEIGHT_BYTES, x_map, (first_stage + k) * STAGE_K, 0,
              arrived + stage * 8);
+#if W8
+    tma_load(base + stage * STAGE_BYTES + WEIGHT_BYTES + X_HALF, x_map, (first_stage + k) * STAGE_K + 64,
+             0, arrived + stage * 8);
+#endif
   };
   auto load_weights = [&]() {
     if (leads) {
       const u32 into = base + ahead_stage * STAGE_BYTES, barrier = arrived + ahead_stage * 8;
-      const int k = (first_stage + ahead_k) * 64;
+      const int k = (first_stage + ahead_k) * STAGE_K;
       expect_bytes(barrier, WEIGHT_BYTES + X_STAGE);
 #if GATED
       tma_load(into, w_map, k, 0, 0, ahead_tile * TILES, barrier);
@@ -134,6 +151,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const u32 weights = base + stage * STAGE_BYTES;
     await_bytes(arrived + stage * 8, passed);
     __syncwarp();
+#if W8
+#include "skinny_gemm_wgmma_fp8.cuh"
+#else
     begin_wgmma();
 #pragma unroll
     for (int k = 0; k < 4; k++)
@@ -142,8 +162,15 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         wgmma<MT * 8>(sums[r], weights + r * 64 * 128 + k * 32,
                       weights + WEIGHT_BYTES + k * 32);
     end_wgmma();
+#endif
 #pragma unroll
     for (int r = 0; r < WARP_TILES; r++) await_wgmma<MT * 8>(sums[r]);
+#if W8
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+      for (int k = 0; k < 8; k++) keep(a[r][k]);
+#endif
     // WAR: the four warps' wgmmas end together, so nobody reads this stage any more.
     if (issued < total) load_weights();
     if (++stage == ST) stage = 0, passed ^= 1;

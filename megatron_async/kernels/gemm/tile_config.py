@@ -129,7 +129,7 @@ class TileConfig(NamedTuple):
         in_cluster = self.split_k > 1 and not self.workspace
         sent = self.owned(rows) * self.split_k * self.warps_k * 512 if in_cluster else 0
         if self.tma:
-            stage = 2048 * self.row_tiles + row_groups(rows) * 1024
+            stage = 2048 * self.row_tiles + row_groups(rows) * 16 * stage_k
             return self.stages * stage + 16384 + sent
         stage = 2048 * self.row_tiles
         if 0 < scale_columns < k:
@@ -166,7 +166,7 @@ class TileConfig(NamedTuple):
             and stages >= self.split_k * self.warps_k
             and not (self.stream_x and (self.warps_k > 1 or norm == LAYER_NORM))
             and not (self.stream_x and self.persistent and stages % 2)
-            and not (self.tma and scale_columns)
+            and not (self.tma and 0 < scale_columns < k)
             and (not scale_columns or takes_scales(k, scale_columns))
             and not (self.tma and not self.stream_x)
             and bool(self.tma or rows <= (MAX_ROWS if many else ANY_SHAPE_ROWS))

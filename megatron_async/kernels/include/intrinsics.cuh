@@ -108,6 +108,12 @@ __device__ __forceinline__ Vec load_shared(u32 at) {
                : "memory");
   return v;
 }
+// Two bytes, in the lower half of a word.
+__device__ __forceinline__ u32 load_shared_pair(u32 at) {
+  u16 v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at) : "memory");
+  return v;
+}
 __device__ __forceinline__ void store_shared(u32 at, Vec v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z),
                "r"(v.w)
@@ -246,6 +252,36 @@ __device__ __forceinline__ void wgmma(float (&d)[COLUMNS / 2], u32 a_at, u32 b_a
     static_assert(COLUMNS == 64, "columns");
     WGMMA(64, REGISTERS_32, 32, 33, SUMS_32);
   }
+}
+#define WGMMA_OF_REGISTERS(COLUMNS, REGISTERS, A0, A1, A2, A3, B, SUMS)            \
+  asm volatile(                                                                  \
+      "{\n.reg .pred add;\nsetp.eq.u32 add, 0, 0;\n"                             \
+      "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32.bf16.bf16 "           \
+      "{" REGISTERS "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B            \
+      ", add, 1, 1, 0;\n}"                                                       \
+      : SUMS                                                                     \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)                       \
+      : "memory")
+// `a` is the warp's 16 rows of 16 columns, as the operand of mma has them. It must be kept until the
+// product has been awaited.
+template <int COLUMNS>
+__device__ __forceinline__ void wgmma(float (&d)[COLUMNS / 2], u32 (&a)[4], u32 b_at) {
+  const unsigned long long b = descriptor(b_at);
+  if constexpr (COLUMNS == 8) {
+    WGMMA_OF_REGISTERS(8, REGISTERS_4, 4, 5, 6, 7, 8, SUMS_4);
+  } else if constexpr (COLUMNS == 16) {
+    WGMMA_OF_REGISTERS(16, REGISTERS_8, 8, 9, 10, 11, 12, SUMS_8);
+  } else if constexpr (COLUMNS == 32) {
+    WGMMA_OF_REGISTERS(32, REGISTERS_16, 16, 17, 18, 19, 20, SUMS_16);
+  } else if constexpr (COLUMNS == 48) {
+    WGMMA_OF_REGISTERS(48, REGISTERS_24, 24, 25, 26, 27, 28, SUMS_24);
+  } else {
+    static_assert(COLUMNS == 64, "columns");
+    WGMMA_OF_REGISTERS(64, REGISTERS_32, 32, 33, 34, 35, 36, SUMS_32);
+  }
+}
+__device__ __forceinline__ void keep(u32 (&a)[4]) {
+  asm volatile("" ::"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]) : "memory");
 }
 __device__ __forceinline__ void begin_wgmma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void end_wgmma() {

@@ -16,7 +16,7 @@
 //   OWN       fragments that a CTA of a cluster finishes, if it finishes any
 //   W8        1: W is e4m3, a byte each, and weight_scale fp32 [N, K / SCALE_COLUMNS]; the product is that
 //             of each row and of each SCALE_COLUMNS columns, in fp32, times its scale. K of them: a scale
-//             for each row (skinny_gemm_mma.cu alone)
+//             for each row (of skinny_gemm_wgmma.cu always)
 //   MIN_SHARED  bytes of shared memory to take at least: more than half keeps two CTAs of one GEMM off
 //             one SM while other SMs have none
 //

@@ -77,13 +77,22 @@ class Codes:
         return torch.cat(found).T.float()
 
 
+def _wgmma(tiles: int, split_k: int = 1, stages: int = 2, **values: bool) -> TileConfig:
+    return TileConfig(tiles, 1, 1, split_k, stages, stream_x=True, tma=True, **values)
+
+
 _PLACES = [
     (32, 8, TileConfig(1, 4, 1, 1, 2)),
     (64, 16, TileConfig(2, 2, 1, 1, 3, stream_x=True)),
     (128, 32, TileConfig(1, 2, 2, 1, 2)),
     (ROW, 32, TileConfig(2, 1, 1, 2, 2, stream_x=True)),
+    (ROW, 16, _wgmma(5)),
 ]
 _MORE_PLACES = [
+    (ROW, 8, _wgmma(2, 2, workspace=True)),
+    (ROW, 32, _wgmma(12)),
+    (ROW, 64, _wgmma(3, persistent=True)),
+    (ROW, 32, _wgmma(16, 2)),
     (32, 32, TileConfig(2, 2, 1, 2, 2, stream_x=True, workspace=True)),
     (32, 1, TileConfig(1, 1, 2, 1, 2)),
     (64, 4, TileConfig(1, 3, 1, 2, 2)),
@@ -107,7 +116,7 @@ def test_and_in_other_configs(
     columns: int, rows: int, config: TileConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     emulator.install(monkeypatch)
-    codes = Codes(256, 256, columns, torch.device("cpu"))
+    codes = Codes(256, 256, columns or 256, torch.device("cpu"))
     assert torch.equal(codes.one_by_one(config, rows), codes.wanted)
 
 
@@ -129,13 +138,18 @@ def test_and_in_other_configs(
         (2, "first_stage * SCALE_BYTES;", "0;"),
         (1, "      ahead_scale[i] += SCALE_BYTES;\n", ""),
         (1, "t * 32 +\n", "t * 16 +\n"),
+        (4, "(k ^ g) * 16", "k * 16"),  # another vector of the row
+        (4, "load_shared_pair(at + 1024), 0", "load_shared_pair(at), 0"),
+        (4, "g * 128 + t * 2", "g * 128 + t * 4"),
+        (4, "k / 4 * X_HALF", "k / 4 * 0"),
+        (4, "* STAGE_K + 64,", "* STAGE_K,"),  # the first half of x twice
     ],
 )
 def test_the_numbers_show_faults(
     place: int, there: str, instead: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     columns, rows, config = _PLACES[place]
-    text = emulator.source_text("skinny_gemm_mma")
+    text = emulator.source_text(config.kernel)
     assert there in text
     text = text.replace(there, instead)
     flush = """inline u32 flush(u32 extended) {
@@ -190,6 +204,13 @@ _SMALL_GEMMS: list[tuple[Shape, int, TileConfig]] = [
     ((64, 640, NO_NORM, ADD, True), 42, TileConfig(1, 2, 2, 2, 2)),
     ((64, 384, NO_NORM, ADD, False), 64, TileConfig(2, 1, 2, 1, 2)),
 ]
+_WGMMA_GEMMS: list[tuple[Shape, int, TileConfig]] = [
+    ((96, 384, RMS_NORM, STORE, True), 5, _wgmma(6, stages=3)),
+    ((128, 512, RMS_NORM, SILU_GATE, True), 32, _wgmma(4, 2, workspace=True)),
+    ((64, 640, NO_NORM, ADD, True), 42, _wgmma(4, 4)),
+    ((80, 384, RMS_NORM, SQUARED_RELU, False), 64, _wgmma(2, persistent=True)),
+    ((205, 256, RMS_NORM, STORE, False), 30, _wgmma(9, 2)),
+]
 
 
 def _configs(gemm: Gemm, count: int) -> list[TileConfig]:
@@ -210,12 +231,18 @@ def _configs(gemm: Gemm, count: int) -> list[TileConfig]:
 @on_both(
     *("shape", "rows", "config", "columns"),
     gpu=(
-        (shape, rows, None, columns)
-        for shape in _GEMMS
-        for rows in (1, 8, 13, 32, 40, 64)
-        for columns in (*SCALE_COLUMNS, ROW)
+        *(
+            (shape, rows, None, columns)
+            for shape in _GEMMS
+            for rows in (1, 8, 13, 32, 40, 64)
+            for columns in (*SCALE_COLUMNS, ROW)
+        ),
+        *((*case, ROW) for case in _WGMMA_GEMMS),
     ),
-    small=((*case, columns) for case in _SMALL_GEMMS for columns in (*SCALE_COLUMNS, ROW)),
+    small=(
+        *((*case, columns) for case in _SMALL_GEMMS for columns in (*SCALE_COLUMNS, ROW)),
+        *((*case, ROW) for case in _WGMMA_GEMMS),
+    ),
 )
 def test_equals_float64(
     device: torch.device, shape: Shape, rows: int, config: TileConfig | None, columns: int

@@ -16,6 +16,7 @@ from megatron_async.kernels.gemm.skinny_gemm import (
     SendingArguments,
     SkinnyGemm,
     WgmmaArguments,
+    WgmmaE4m3Arguments,
 )
 from megatron_async.kernels.gemm.tile_config import NO_NORM, RMS_NORM, STORE, TileConfig
 from megatron_async.kernels.moe.row import RowArguments
@@ -88,9 +89,13 @@ def test_gemms_that_send_have_more_behind_them(kernel: str) -> None:
 
 @pytest.mark.parametrize("sends", [False, True])
 def test_gemms_with_e4m3_weights_have_their_scales_behind_the_others(sends: bool) -> None:
-    records = (E4m3Arguments, SendingArguments, Peers) if sends else (E4m3Arguments,)
-    found = [field for each in records for field in fields(each)]
-    assert found == parameters_of("skinny_gemm_mma", sends=sends, e4m3=True)
+    further = (SendingArguments, Peers) if sends else ()
+    for kernel, record in (
+        ("skinny_gemm_mma", E4m3Arguments),
+        ("skinny_gemm_wgmma", WgmmaE4m3Arguments),
+    ):
+        found = [field for each in (record, *further) for field in fields(each)]
+        assert found == parameters_of(kernel, sends=sends, e4m3=True)
 
 
 def good() -> EmbedArguments:
