@@ -47,7 +47,7 @@ COMMON_DEFAULTS: dict[str, dict[str, Any]] = {
 SERVER_DEFAULTS: dict[str, Any] = {"endpoint": "completions", "client_processes": 1}
 SERVER_OPTIONS = ("api_key", "served_model_name", "vocabulary", "concurrency", *SERVER_DEFAULTS)
 NOT_OF_SERVER = (
-    *("model", "shape", "device", "dtype", "depths", "block_count", "baseline"),
+    *("model", "shape", "device", "dtype", "kv_cache_dtype", "depths", "block_count", "baseline"),
     *DRAFT_OPTIONS,
 )
 _DESCRIPTION = """\

@@ -153,6 +153,7 @@ class DecodeWorkload(Workload):
             new_tokens=self._load.new_tokens,
             drafts=drafts.count if drafts.method == "mtp" else 0,
             draft_model=model.draft_config,
+            kv_itemsize=model.network.kv_cache_spec.stored.itemsize,
             **model.layout_sizes,
             experts=experts,
         )

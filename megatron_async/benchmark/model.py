@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_async.build.model import check_same_vocabulary, config_of
+from megatron_async.build.model import check_same_vocabulary, config_of, network_over
 from megatron_async.build.ranks import config_of_ranks, start_ranks
 from megatron_async.checkpoint import load_pretrained
 from megatron_async.cli.options.options import PARALLEL_SIZES
@@ -57,6 +57,11 @@ class BenchmarkModel:
             draft=self.draft,
             group=self.group,
         )
+
+    @property
+    def kv_cache_dtype(self) -> str | None:
+        """How its engines keep keys and values, as ``EngineConfig`` says it."""
+        return None if self.network.kv_cache_spec.kept is None else "fp8"
 
     @property
     def layout_sizes(self) -> dict[str, int]:
@@ -109,7 +114,11 @@ def load_benchmark_model(
     names = (*PARALLEL_SIZES, "rank_timeout_seconds")
     ranks: dict[str, Any] = {k: v for k in names if (v := getattr(args, k, None)) is not None}
     engine_config = EngineConfig(
-        device=args.device, dtype=args.dtype, quantization=args.quantization, **ranks
+        device=args.device,
+        dtype=args.dtype,
+        quantization=args.quantization,
+        kv_cache_dtype=args.kv_cache_dtype,
+        **ranks,
     )
 
     def describe() -> Iterable[ModelConfig]:
@@ -161,7 +170,7 @@ def _load(
         model = build_random_model(
             config, device=device, dtype=dtype, seed=seed, quantize=args.quantization is not None
         )
-    network, draft = GPTNetwork(model), None
+    network, draft = network_over(model, engine_config), None
     if group is not None:
         group.await_answers()
         group.model_path = None if args.shape is not None else args.model or "tiny"

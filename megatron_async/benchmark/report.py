@@ -132,7 +132,10 @@ def _cells(columns: Sequence[Column], row: dict[str, Any]) -> list[str]:
 def _heading(report: dict[str, Any]) -> str:
     """Model, type, device and load."""
     load = report["load"]
-    said = f"{report['shape']}, {report['dtype']}, {report['device_name']}, "
+    said = f"{report['shape']}, {report['dtype']}, "
+    if report["kv_cache_dtype"] is not None:
+        said += f"KV cache in {report['kv_cache_dtype']}, "
+    said += f"{report['device_name']}, "
     if report["workload"] == "ragged":
         prompt, output = load["prompt_range"], load["output_range"]
         said += f"ragged: {load['requests']} requests, at most {load['max_requests']} at once"

@@ -63,6 +63,7 @@ def collect(
         "shape": model.name,
         "model": model.config.to_dict(),
         "dtype": str(model.dtype).removeprefix("torch."),
+        "kv_cache_dtype": model.kv_cache_dtype,
         "load": dataclasses.asdict(load),
         "drafts": described(args),
         "build_seconds": model.build_seconds,

@@ -86,6 +86,7 @@ def _config(
         random_seed=load.seed,
         device=str(model.device) if model.group is None else model.device.type,
         pipeline_micro_batches=model.micro_batches,
+        kv_cache_dtype=model.kv_cache_dtype,
         **drafts.config,
         **sizes,
     )

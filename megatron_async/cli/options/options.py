@@ -81,6 +81,9 @@ _QUANTIZATION = (
     "fp8 keeps linear layers as e4m3: as an FP8 checkpoint has them, or of another one quantized "
     "while it is read (default: FP8 is multiplied out)"
 )
+_KV_CACHE_DTYPE = (
+    "fp8 keeps keys and values as e4m3, so that twice the tokens fit (default: as --dtype)"
+)
 
 
 def add_model_options(parser: argparse.ArgumentParser, default: str | None = "tiny") -> None:
@@ -99,8 +102,7 @@ def add_model_options(parser: argparse.ArgumentParser, default: str | None = "ti
     add("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
     add("--dtype", choices=DTYPES, help="default: the checkpoint's on a GPU, float32 on a CPU")
     add("--quantization", choices=QUANTIZATIONS, help=_QUANTIZATION)
-    said = "fp8 keeps keys and values as e4m3, so that twice the tokens fit (default: as --dtype)"
-    add("--kv-cache-dtype", choices=QUANTIZATIONS, help=said)
+    add("--kv-cache-dtype", choices=QUANTIZATIONS, help=_KV_CACHE_DTYPE)
     for flag, name in (("--bf16", "bfloat16"), ("--fp16", "float16")):
         add(flag, dest="dtype", action="store_const", const=name, help=f"as --dtype {name}")
 
@@ -116,6 +118,7 @@ def add_benchmark_model_options(parser: argparse.ArgumentParser) -> None:
     which = "default: bfloat16 on a GPU for a shape, the checkpoint's for a model; float32 on a CPU"
     group.add_argument("--dtype", choices=DTYPES, help=which)
     group.add_argument("--quantization", choices=QUANTIZATIONS, help=_QUANTIZATION)
+    group.add_argument("--kv-cache-dtype", choices=QUANTIZATIONS, help=_KV_CACHE_DTYPE)
 
 
 def add_scheduling_options(parser: argparse.ArgumentParser, *, default: str) -> None:

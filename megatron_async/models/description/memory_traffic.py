@@ -156,6 +156,7 @@ def floor_ms(
     draft_model: ModelConfig | None = None,
     experts: float | None = None,
     state_itemsize: int = 4,
+    kv_itemsize: int | None = None,
     tensor: int = 1,
     expert: int = 1,
     pipeline: int = 1,
@@ -173,6 +174,7 @@ def floor_ms(
         experts: of each layer, those that a step has read; None takes what is to be expected of
             its tokens, see :func:`expected_experts`.
         state_itemsize: bytes of an element of recurrent states.
+        kv_itemsize: bytes of an element of the model's keys and values; None is ``itemsize``.
         tensor, expert, pipeline, micro_batches: sizes of the layout.
     """
     load = batch_size, prompt_tokens + new_tokens / 2
@@ -182,13 +184,14 @@ def floor_ms(
     all_ranks = weight_bytes(config, itemsize, 0.0) / tensor
     of_experts = weight_bytes(config, itemsize, experts) - weight_bytes(config, itemsize, 0.0)
     weights = (all_ranks + of_experts / max(tensor, expert)) / pipeline
-    read = weights * micro_batches + kv_bytes(config, itemsize, *load) / (tensor * pipeline)
+    kept = itemsize if kv_itemsize is None else kv_itemsize
+    read = weights * micro_batches + kv_bytes(config, kept, *load) / (tensor * pipeline)
     read += batch_size * state_bytes(config, itemsize, state_itemsize)
     if drafts == 0:
         return 1e3 * read / bandwidth
     if draft_model is None:
         drafting = expected_experts(config, batch_size)
-        kv = kv_bytes(config, itemsize, *load, layers=1)
+        kv = kv_bytes(config, kept, *load, layers=1)
         draft = kv + mtp_weight_bytes(config, itemsize, drafting)
     else:
         drafting = expected_experts(draft_model, batch_size)

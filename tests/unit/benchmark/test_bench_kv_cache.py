@@ -1,0 +1,61 @@
+"""``bench --kv-cache-dtype``: the engines that are measured keep their cache so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_async.benchmark.measuring import engines
+from megatron_async.cli.main import main
+from megatron_async.models.description.memory_traffic import floor_ms
+from megatron_async.models.description.shapes import SHAPES
+
+SMALL = ("--shape", "tiny-llama", "--device", "cpu", "--rounds", "1")
+LOADS = {
+    "decode": ("--prompt-tokens", "8", "--new-tokens", "24"),
+    "ragged": ("--requests", "2", "--prompt-range", "2,4", "--output-range", "4,8"),
+}
+
+
+@pytest.mark.parametrize("asked", [None, "fp8"])
+@pytest.mark.parametrize("workload", LOADS)
+def test_cache_dtype_reaches_every_engine(
+    workload: str,
+    asked: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found: list[tuple[Any, ...]] = []
+    allocate = engines.allocate
+
+    def note(spec: Any, *args: Any) -> Any:
+        batch = allocate(spec, *args)
+        found.append((spec.config.kv_cache_dtype, batch.cache.kv.dtype))
+        return batch
+
+    monkeypatch.setattr(engines, "allocate", note)
+    path = tmp_path / "report.json"
+    options = [*SMALL, *LOADS[workload], "--workload", workload, "--depths", "0,1"]
+    options += [] if asked is None else ["--kv-cache-dtype", asked]
+    assert main(["bench", *options, "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert report["kv_cache_dtype"] == asked
+    assert f"--kv-cache-dtype {asked}" in report["command"] or asked is None
+    stored = torch.float32 if asked is None else torch.float8_e4m3fn
+    assert len(found) >= 2
+    assert set(found) == {(asked, stored)}
+    heading = capsys.readouterr().out.splitlines()[0]
+    assert ("KV cache in fp8" in heading) == (asked is not None)
+
+
+def test_floor_reads_as_many_bytes_of_the_cache_as_it_keeps() -> None:
+    config = SHAPES["tiny-llama"]
+    load: dict[str, Any] = {"batch_size": 3, "prompt_tokens": 10, "new_tokens": 20}
+    whole, kept = (floor_ms(config, 4, 1e3, kv_itemsize=n, **load) for n in (None, 1))
+    row = 2 * config.num_kv_heads * config.head_dim * config.num_layers
+    assert whole - kept == pytest.approx(3 * row * 3 * 20)
