@@ -14,7 +14,7 @@ from megatron_async.kernels.mamba.layer import (
     StateRows,
 )
 from megatron_async.kernels.moe.settings import ExpertActivation, RouterSettings
-from megatron_async.kernels.moe.shape import Live, MoeShape, MoeWeights
+from megatron_async.kernels.moe.shape import Live, MoeShape, MoeWeights, ScaleColumns
 from tests.support.compiled_kernels import empty
 
 
@@ -27,13 +27,16 @@ def experts(
     count: int = 8,
     shared: int = 2,
     device: str = "meta",
+    scale_columns: ScaleColumns | None = None,
     **others: Any,
 ) -> Any:
     """A layer's kernels, and the call that launches them, without the router's if it is told so."""
     from megatron_async.kernels.moe.decode import MoeDecode
 
     settings = RouterSettings(num_experts=count, top_k=2)
-    shape = MoeShape(hidden, inner, settings, ExpertActivation(), shared)
+    shape = MoeShape(
+        hidden, inner, settings, ExpertActivation(), shared, scale_columns=scale_columns
+    )
     kernels = MoeDecode(shape, torch.device(device), dtype, one_kernel=False, **others)
 
     def of(*size: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -44,6 +47,11 @@ def experts(
         of(count, hidden, inner), shared_w1=of(2 * shared * inner, hidden),
         shared_w2=of(hidden, shared * inner),
     )  # fmt: skip
+    for name, columns in () if scale_columns is None else scale_columns._asdict().items():
+        *rows_of, length = getattr(weights, name).shape
+        numbers = of(*rows_of, length, dtype=torch.float8_e4m3fn)
+        scale = of(*rows_of, length // columns, dtype=torch.float32)
+        weights = weights._replace(**{name: numbers, f"{name}_scale": scale})
     x, wide = of(rows, hidden), torch.float32
     statistics = of(rows, hidden // kernels.statistic_rows(rows), 2, dtype=wide)
 

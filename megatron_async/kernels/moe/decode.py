@@ -110,6 +110,7 @@ class MoeDecode:
         return self._fixed or choose_tiles(
             shape.hidden, shape.inner, padded_rows(rows), self._sm_count,
             element_size=self._dtype.itemsize, limit=self._limit,
+            weight_size=None if shape.scale_columns is None else 1, scale_steps=shape.scale_steps,
         )  # fmt: skip
 
     def _router_tile(self, rows: int) -> RouterTile:
@@ -245,19 +246,22 @@ class MoeDecode:
 
     def up(self, weights: MoeWeights, rows: int) -> None:
         """First linear layers and activation of the experts that :meth:`route` chose."""
-        shape, activation = self.shape, self.shape.activation
+        shape, activation, columns = self.shape, self.shape.activation, self.shape.scale_columns
 
         def launch(tile: Tile) -> None:
             blocks = triton.cdiv(shape.inner, tile.block_n // (2 if activation.gated else 1))
             up_kernel[(blocks * shape.most_experts(rows),)](
                 self._normed, weights.w1, _or(weights.b1, weights.w1),
                 _or(weights.shared_w1, weights.w1), self._experts, self._bits, self._weight_of,
-                self.count, self._activated,
+                self.count, self._activated, _or(weights.w1_scale, self.weights),
+                _or(weights.shared_w1_scale, self.weights),
                 HIDDEN=shape.hidden, INNER=shape.inner, EXPERTS=shape.held,
                 SHARED=shape.shared, ROWS=padded_rows(rows), BLOCK_N=tile.block_n,
                 BLOCK_K=tile.block_k, BLOCKS=blocks, GATED=activation.gated,
                 FUNCTION=activation.function, LIMIT=activation.limit, OFFSET=activation.offset,
                 HAS_BIAS=weights.b1 is not None, SWAP=tile.swap, NUM_STAGES=tile.stages,
+                E4M3=columns is not None, COLUMNS=columns.w1 if columns else 0,
+                SHARED_COLUMNS=columns.shared_w1 if columns else 0,
                 **self._common(), num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
 
@@ -272,7 +276,7 @@ class MoeDecode:
         scaled: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Second linear layers, added up; after :meth:`up`."""
-        shape, rows = self.shape, out.shape[0]
+        shape, rows, columns = self.shape, out.shape[0], self.shape.scale_columns
         next_weight, scaled_out = scaled or (out, out)
 
         def launch(tile: Tile) -> None:
@@ -281,12 +285,15 @@ class MoeDecode:
                 _or(weights.shared_w2, weights.w2), self._experts, self._bits, self.count, self.ids,
                 self.weights, self._partial, self._arrivals[1:], _or(residual, out), out,
                 _or(statistics_out, self.weights), next_weight, scaled_out, rows,
+                _or(weights.w2_scale, self.weights), _or(weights.shared_w2_scale, self.weights),
                 HIDDEN=shape.hidden, INNER=shape.inner, EXPERTS=shape.held,
                 SHARED=shape.shared, ROWS=padded_rows(rows), SLOTS=shape.slots,
                 BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLITS=tile.splits,
                 HAS_BIAS=weights.b2 is not None, HAS_RESIDUAL=residual is not None,
                 STATISTICS=statistics_out is not None,
                 CENTER=scaled is None, SWAP=tile.swap, NUM_STAGES=tile.stages, **self._common(),
+                E4M3=columns is not None, COLUMNS=columns.w2 if columns else 0,
+                SHARED_COLUMNS=columns.shared_w2 if columns else 0,
                 num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
 
@@ -354,5 +361,14 @@ def moe_decode_reference(
 def _widened(weights: MoeWeights) -> MoeWeights:
     norm_weight, norm_bias = weights.norm
     norm = norm_weight.float(), None if norm_bias is None else norm_bias.float()
-    parts = (None if part is None else part.float() for part in weights[1:])
-    return MoeWeights(norm, *parts)  # type: ignore[arg-type]
+    wide = {
+        name: None if part is None else part.float()
+        for name, part in weights._asdict().items()
+        if name != "norm"
+    }
+    for name in ("w1", "w2", "shared_w1", "shared_w2"):
+        scale, weight = wide.pop(f"{name}_scale"), wide[name]
+        if scale is not None and weight is not None:
+            groups = weight.unflatten(-1, (scale.shape[-1], -1))
+            wide[name] = (groups * scale[..., None]).flatten(-2)
+    return MoeWeights(norm=norm, **wide)  # type: ignore[arg-type]

@@ -8,6 +8,9 @@ In the first a program has some columns of one expert. In the second it has some
 output and goes through all experts that have rows, so a token's experts are added up in its
 accumulators, in their order. Programs may share the inner dimension; the last to come adds up what
 they have, in order. So results are the same in every run, and a row's do not depend on the others.
+
+Weights may be e4m3. They are widened in registers, which rounds nothing, and the sum over columns
+that share a scale is multiplied by it, in fp32.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -60,13 +63,60 @@ def _multiply(x, w, total, SWAP: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _multiply_e4m3(x, w, scale, total, SWAP: tl.constexpr, PRECISION: tl.constexpr):
+    """:func:`_multiply` with e4m3 ``w``, whose rows have a ``scale`` each."""
+    w = w.to(x.dtype)
+    if SWAP:
+        total += tl.dot(w, tl.trans(x), input_precision=PRECISION) * scale[:, None]
+    else:
+        total += tl.dot(x, tl.trans(w), input_precision=PRECISION) * scale[None, :]
+    return total
+
+
+@triton.jit
+def _up_scales(
+    scale_ptr, shared_scale_ptr, expert, row, mask, column,
+    HIDDEN: tl.constexpr, FIRST: tl.constexpr, INNER: tl.constexpr, EXPERTS: tl.constexpr,
+    SHARED: tl.constexpr, COLUMNS: tl.constexpr, SHARED_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Scales of rows ``row`` of an expert's first weight, which has ``FIRST`` rows, at a column."""
+    GROUPS: tl.constexpr = HIDDEN // COLUMNS
+    ptrs = scale_ptr + (expert.to(tl.int64) * FIRST + row) * GROUPS + column // COLUMNS
+    if SHARED:
+        of_shared = shared_scale_ptr + ((expert - EXPERTS) * INNER + row) * (
+            HIDDEN // SHARED_COLUMNS
+        )
+        ptrs = tl.where(expert >= EXPERTS, of_shared + column // SHARED_COLUMNS, ptrs)
+    return tl.load(ptrs, mask=mask, other=0.0)
+
+
+@triton.jit
+def _down_scales(
+    scale_ptr, shared_scale_ptr, expert, row, mask, column,
+    HIDDEN: tl.constexpr, INNER: tl.constexpr, EXPERTS: tl.constexpr, SHARED: tl.constexpr,
+    COLUMNS: tl.constexpr, SHARED_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Scales of rows ``row`` of an expert's second weight at a column, or at its last one."""
+    GROUPS: tl.constexpr = INNER // COLUMNS
+    column = tl.minimum(column, INNER - 1)
+    ptrs = scale_ptr + (expert.to(tl.int64) * HIDDEN + row) * GROUPS + column // COLUMNS
+    if SHARED:
+        column += (expert - EXPERTS) * INNER
+        of_shared = shared_scale_ptr + row * (SHARED * INNER // SHARED_COLUMNS)
+        ptrs = tl.where(expert >= EXPERTS, of_shared + column // SHARED_COLUMNS, ptrs)
+    return tl.load(ptrs, mask=mask, other=0.0)
+
+
+@triton.jit
 def up_kernel(
     x_ptr, w_ptr, bias_ptr, shared_ptr, experts_ptr, bits_ptr, weight_of_ptr, count_ptr, out_ptr,
+    scale_ptr, shared_scale_ptr,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, EXPERTS: tl.constexpr, SHARED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCKS: tl.constexpr, GATED: tl.constexpr, FUNCTION: tl.constexpr, LIMIT: tl.constexpr,
     OFFSET: tl.constexpr, HAS_BIAS: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr, NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr, NUM_STAGES: tl.constexpr, E4M3: tl.constexpr, COLUMNS: tl.constexpr,
+    SHARED_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Activated first linear layer of each needed expert, times the routing weight.
 
@@ -101,6 +151,12 @@ def up_kernel(
     w_ptrs = base + (first_row + i)[:, None] * HIDDEN + k[None, :]
     x_ptrs = x_ptr + t[:, None] * HIDDEN + k[None, :]
     total = tl.zeros([BLOCK_N, ROWS] if SWAP else [ROWS, BLOCK_N], tl.float32)
+    OF_GROUPS: tl.constexpr = COLUMNS < HIDDEN or (SHARED > 0 and SHARED_COLUMNS < HIDDEN)
+    if E4M3:
+        scale = _up_scales(
+            scale_ptr, shared_scale_ptr, expert, first_row + i, in_weight, 0, HIDDEN,
+            PARTS * INNER, INNER, EXPERTS, SHARED, COLUMNS, SHARED_COLUMNS,
+        )  # fmt: skip
     for start in tl.range(0, HIDDEN, BLOCK_K, num_stages=NUM_STAGES):
         if HIDDEN % BLOCK_K == 0 and INNER % (BLOCK_N // PARTS) == 0:
             x = tl.load(x_ptrs + start, mask=has_row[:, None], other=0.0)
@@ -109,9 +165,20 @@ def up_kernel(
             in_k = start + k < HIDDEN
             x = tl.load(x_ptrs + start, mask=has_row[:, None] & in_k[None, :], other=0.0)
             w = tl.load(w_ptrs + start, mask=in_weight[:, None] & in_k[None, :], other=0.0)
-        total = _multiply(x, w, total, SWAP, PRECISION)
+        if E4M3 and OF_GROUPS:
+            total = _multiply_e4m3(x, w, scale, total, SWAP, PRECISION)
+            # One step ahead, as the next product needs it.
+            scale = _up_scales(
+                scale_ptr, shared_scale_ptr, expert, first_row + i, in_weight,
+                tl.minimum(start + BLOCK_K, HIDDEN - 1), HIDDEN, PARTS * INNER, INNER, EXPERTS,
+                SHARED, COLUMNS, SHARED_COLUMNS,
+            )  # fmt: skip
+        else:
+            total = _multiply(x, w.to(x.dtype), total, SWAP, PRECISION)
     if SWAP:
         total = tl.trans(total)
+    if E4M3 and not OF_GROUPS:
+        total *= scale[None, :]
     if HAS_BIAS:
         of_expert = bias_ptr + expert * (PARTS * INNER) + first_row + i
         total += tl.load(of_expert, mask=in_weight & (expert < EXPERTS), other=0.0).to(tl.float32)[
@@ -140,12 +207,13 @@ def up_kernel(
 def down_kernel(
     x_ptr, w_ptr, bias_ptr, shared_ptr, experts_ptr, bits_ptr, count_ptr, ids_ptr, weights_ptr,
     partial_ptr, arrivals_ptr, residual_ptr, out_ptr, statistics_ptr, next_weight_ptr, scaled_ptr,
-    rows,
+    rows, scale_ptr, shared_scale_ptr,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, EXPERTS: tl.constexpr, SHARED: tl.constexpr,
     ROWS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     STATISTICS: tl.constexpr, CENTER: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr, NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr, NUM_STAGES: tl.constexpr, E4M3: tl.constexpr, COLUMNS: tl.constexpr,
+    SHARED_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Second linear layer of each needed expert, added up over the experts of each row and to the
     residual stream, whose partial statistics it emits.
@@ -167,6 +235,11 @@ def down_kernel(
     expert = tl.load(experts_ptr)
     bits = tl.load(bits_ptr)
     total = tl.zeros([BLOCK_N, ROWS] if SWAP else [ROWS, BLOCK_N], tl.float32)
+    if E4M3:
+        scale = _down_scales(
+            scale_ptr, shared_scale_ptr, expert, column, column < HIDDEN, split * STEPS * BLOCK_K,
+            HIDDEN, INNER, EXPERTS, SHARED, COLUMNS, SHARED_COLUMNS,
+        )  # fmt: skip
     for step in tl.range(0, count * STEPS, num_stages=NUM_STAGES):
         inside = (split * STEPS + step % STEPS) * BLOCK_K + k
         if SHARED:
@@ -187,10 +260,19 @@ def down_kernel(
             in_k = inside < INNER
             x = tl.load(x_ptrs, mask=has_row[:, None] & in_k[None, :], other=0.0)
             w = tl.load(w_ptrs, mask=in_k[None, :] & (column < HIDDEN)[:, None], other=0.0)
-        total = _multiply(x, w, total, SWAP, PRECISION)
+        if E4M3:
+            total = _multiply_e4m3(x, w, scale, total, SWAP, PRECISION)
+        else:
+            total = _multiply(x, w, total, SWAP, PRECISION)
         next_number = tl.minimum((step + 1) // STEPS, last)
         expert = tl.load(experts_ptr + next_number)
         bits = tl.load(bits_ptr + next_number)
+        if E4M3:
+            scale = _down_scales(
+                scale_ptr, shared_scale_ptr, expert, column, column < HIDDEN,
+                (split * STEPS + (step + 1) % STEPS) * BLOCK_K, HIDDEN, INNER, EXPERTS, SHARED,
+                COLUMNS, SHARED_COLUMNS,
+            )  # fmt: skip
     if SWAP:
         total = tl.trans(total)
 

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
 from megatron_async.kernels.moe.settings import ExpertActivation, RouterSettings
+
+
+class ScaleColumns(NamedTuple):
+    """Columns of a row that share a scale, in e4m3 weights of :class:`MoeWeights` by their names;
+    all columns of the row for a scale a row. Without shared experts theirs are 0."""
+
+    w1: int
+    w2: int
+    shared_w1: int = 0
+    shared_w2: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +31,7 @@ class MoeShape:
         center: the norm is a LayerNorm, else an RMSNorm.
         expert_begin, expert_end: the experts that there are weights of, of all that the router
             chooses from; None for the last one. What rows have of others counts as zero.
+        scale_columns: of e4m3 weights; None for weights of the dtype of the rows.
     """
 
     hidden: int
@@ -30,6 +42,7 @@ class MoeShape:
     center: bool = False
     expert_begin: int = 0
     expert_end: int | None = None
+    scale_columns: ScaleColumns | None = None
 
     @property
     def held(self) -> int:
@@ -46,9 +59,29 @@ class MoeShape:
         """The most experts that ``rows`` rows may need, shared ones included."""
         return min(self.held, rows * self.settings.top_k) + self.shared
 
+    @property
+    def scale_steps(self) -> tuple[int, int]:
+        """Steps through a row of the first and of the second weight, in columns, that are such that
+        all columns of a step have one scale; 0 where any step is."""
+        columns, all_shared = self.scale_columns, self.shared * self.inner
+        if columns is None:
+            return 0, 0
+        first, second = (
+            0 if of_group == of_row else of_group
+            for of_group, of_row in ((columns.w1, self.hidden), (columns.w2, self.inner))
+        )
+        if self.shared and columns.shared_w1 != self.hidden:
+            first = math.gcd(first, columns.shared_w1)
+        if self.shared and columns.shared_w2 != all_shared:
+            # A shared expert may begin within a group.
+            second = math.gcd(second, columns.shared_w2, self.inner)
+        return first, second
+
 
 class MoeWeights(NamedTuple):
-    """Parameters of a layer, contiguous and of one dtype but for ``expert_bias``, which is fp32.
+    """Parameters of a layer, contiguous and of one dtype but for ``expert_bias``, which is fp32, and
+    for ``w1``, ``w2``, ``shared_w1`` and ``shared_w2`` where they are e4m3. Then each has scales
+    fp32 of its shape, but for the columns, of which :class:`ScaleColumns` share one.
 
     ``norm`` is weight ``[H]`` and bias ``[H]`` or None; the others are those of
     ``reference.py``. ``shared_w1`` is ``[2 S, H]`` or ``[S, H]``, ``shared_w2`` ``[H, S]`` with
@@ -66,6 +99,10 @@ class MoeWeights(NamedTuple):
     shared_w1: Tensor | None = None
     shared_w2: Tensor | None = None
     shared_gate: Tensor | None = None
+    w1_scale: Tensor | None = None
+    w2_scale: Tensor | None = None
+    shared_w1_scale: Tensor | None = None
+    shared_w2_scale: Tensor | None = None
 
 
 class Live(NamedTuple):

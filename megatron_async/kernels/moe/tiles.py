@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -69,14 +70,27 @@ def padded_rows(rows: int) -> int:
     return next(size for size in (16, 32, MAX_ROWS) if rows <= size)
 
 
-def shared_bytes(tile: Tile, rows: int, element_size: int, limit: int) -> int:
+def shared_bytes(
+    tile: Tile, rows: int, element_size: int, limit: int, weight_size: int | None = None
+) -> int:
     """What a program takes of shared memory at most on a device with such a limit, for padded
-    ``rows``: its buffers, or its sums where they change hands at the end."""
-    stage = (tile.block_n + rows) * tile.block_k * element_size
+    ``rows``: its buffers, or its sums where they change hands at the end.
+
+    Args:
+        weight_size: bytes of an element of weights that are widened; None for those that are not.
+            An asynchronous product has them in registers if they come first, else in a buffer.
+    """
+    of_rows = rows * tile.block_k * element_size
+    of_weight = tile.block_n * tile.block_k * (weight_size or element_size)
     buffers, first = loop_buffers(tile.stages), tile.block_n if tile.swap else rows
+    taken = buffers * (of_rows + of_weight)
     if first >= 64 and element_size == 2 and has_async_products(limit) and tile.stages > 1:
-        buffers += 1
-    return max(buffers * stage, 4 * rows * (tile.block_n + 4))
+        taken += of_rows
+        if weight_size is None:
+            taken += of_weight
+        elif not tile.swap:
+            taken += tile.block_n * tile.block_k * element_size
+    return max(taken, 4 * rows * (tile.block_n + 4))
 
 
 def smaller(tile: Tile) -> Iterator[Tile]:
@@ -132,18 +146,25 @@ def choose_tiles(
     *,
     element_size: int = 2,
     limit: int = HOPPER_BYTES,
+    weight_size: int | None = None,
+    scale_steps: tuple[int, int] = (0, 0),
 ) -> MoeTiles:
     """Tiles for weights of ``hidden`` by ``inner``, and padded ``rows``.
 
     A heuristic, measured on an H200 (``scripts/bench_moe.py --sweep``): three programs an SM, and
     as many stages as let them share it. With more than 16 rows the weight comes first. Tiles that
     would take more shared memory than ``limit`` get fewer stages.
+
+    Args:
+        weight_size: bytes of an element of the weights; None is ``element_size``.
+        scale_steps: see :class:`~.shape.MoeShape`.
     """
-    up_k = 128 if hidden % 128 == 0 else 64
-    up = Tile(64, up_k, _stages(64, up_k, rows, _AN_SM, limit), swap=rows > 16)
+    up_k = _divides(128 if hidden % 128 == 0 else 64, scale_steps[0])
+    of_weight = 2 if weight_size is None else weight_size
+    up = Tile(64, up_k, _stages(64, up_k, rows, _AN_SM, limit, of_weight), swap=rows > 16)
     choices = []
     for block_n in (size for size in (16, 32, 64) if hidden % size == 0):
-        for block_k in (64, 128):
+        for block_k in sorted({_divides(size, scale_steps[1]) for size in (64, 128)}):
             most = -(-inner // block_k)
             for splits in range(1, min(most, _MOST_SPLITS) + 1):
                 programs = hidden // block_n * splits
@@ -158,18 +179,28 @@ def choose_tiles(
                 )
                 choices.append((uneven * idle * taste, splits, block_n, block_k, an_sm))
     _, splits, block_n, block_k, an_sm = min(choices)
-    stages = _stages(block_n, block_k, rows, min(an_sm, _AN_SM), limit)
+    stages = _stages(block_n, block_k, rows, min(an_sm, _AN_SM), limit, of_weight)
     down = Tile(block_n, block_k, stages, splits=splits)
-    return MoeTiles(*(_fitting(tile, rows, element_size, limit) for tile in (up, down)))
-
-
-def _fitting(tile: Tile, rows: int, element_size: int, limit: int) -> Tile:
-    return first_that_fits(
-        (tile, *smaller(tile)), lambda each: shared_bytes(each, rows, element_size, limit), limit
+    return MoeTiles(
+        *(
+            first_that_fits(
+                (tile, *smaller(tile)),
+                lambda each: shared_bytes(each, rows, element_size, limit, weight_size),
+                limit,
+            )
+            for tile in (up, down)
+        )
     )
 
 
-def _stages(block_n: int, block_k: int, rows: int, an_sm: int, sm_bytes: int) -> int:
+def _divides(block_k: int, step: int) -> int:
+    """Return ``block_k`` or what of it is in one step of scales."""
+    return math.gcd(block_k, step)
+
+
+def _stages(
+    block_n: int, block_k: int, rows: int, an_sm: int, sm_bytes: int, weight_size: int
+) -> int:
     """Return the stages with ``an_sm`` programs on an SM: one more than it has buffers."""
-    stage = (block_n + rows) * block_k * 2
+    stage = (block_n * weight_size + rows * 2) * block_k
     return max(3, min((sm_bytes // an_sm - _RESERVED_BYTES) // stage + 1, _MOST_STAGES))

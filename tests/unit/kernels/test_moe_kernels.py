@@ -11,19 +11,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_async.kernels import trial
 from megatron_async.kernels.gemm.skinny_gemm import statistics_of
 from megatron_async.kernels.gemm.tile_config import LAYER_NORM, RMS_NORM
-from megatron_async.kernels.moe.reference import NO_EXPERT, Routing, route
+from megatron_async.kernels.moe.reference import NO_EXPERT, Routing, activate, route
 from megatron_async.kernels.moe.settings import ExpertActivation, RouterSettings
-from megatron_async.kernels.moe.shape import Live, MoeShape, MoeWeights
+from megatron_async.kernels.moe.shape import Live, MoeShape, MoeWeights, ScaleColumns
 from megatron_async.kernels.moe.tiles import MAX_ROWS, MoeTiles, Tile, choose_tiles
 from megatron_async.models.fused import coverage, where
 from megatron_async.models.fused.decoder import FusedDecoder
 from megatron_async.models.fused.report import MLP
 from megatron_async.models.moe.layer import leaving
+from megatron_async.models.quantized.values import quantize
 from tests.support import emulator
 from tests.support.cuda_kernels import LIMIT, relative_error
 from tests.support.decode_rig import TOKENS, DecodeRig, bfloat16_model, small
@@ -53,6 +55,18 @@ def tiles(up: tuple[int, int], down: tuple[int, int, int], swap: bool = False) -
     )
 
 
+def in_e4m3(weights: MoeWeights, columns: ScaleColumns) -> MoeWeights:
+    """The same in e4m3, each of whose groups fills the range, but for some of other sizes."""
+    made: dict[str, Tensor] = {}
+    for name, of_group in columns._asdict().items():
+        weight = getattr(weights, name)
+        if weight is not None:
+            numbers, scale = quantize(weight, weight.shape[-1] // of_group)
+            factors = 2.0 ** (torch.arange(scale.numel()) % 5 - 2).view_as(scale)
+            made |= {name: numbers, f"{name}_scale": scale * factors.to(scale)}
+    return weights._replace(**made)
+
+
 class Case:
     """A layer with drawn weights, and rows in front of it."""
 
@@ -67,7 +81,9 @@ class Case:
         expert_bias: bool = False,
         gate: bool = False,
         tiles: MoeTiles | None = None,
+        scale_columns: ScaleColumns | None = None,
     ) -> None:
+        shape = replace(shape, scale_columns=scale_columns)
         self.shape, self.rows, self.one_launch = shape, rows, False
         self._generator = torch.Generator(device).manual_seed(rows)
         self._device, self._dtype = device, dtype
@@ -88,6 +104,8 @@ class Case:
             shared_w2=drawn(hidden, shared) / shared**0.5 if shared else None,
             shared_gate=drawn(1, hidden) / hidden**0.5 if gate else None,
         )
+        if scale_columns is not None:
+            self.weights = in_e4m3(self.weights, scale_columns)
         self.hidden, self.next_weight = drawn(rows, hidden) * 2, drawn(hidden)
         dead = torch.arange(rows) % 5 == 3
         self.live = Live(torch.where(dead, 3, 40 + torch.arange(rows)).to(device), 4)
@@ -137,6 +155,14 @@ class Case:
         read = ids[~dead].unique()
         assert int(self.kernels.count) == len(read)
 
+    def of_experts(self) -> float:
+        """The error of what the experts add to rows, against float64."""
+        out = torch.empty_like(self.hidden)
+        statistics = statistics_of(self.hidden, self.norm, 8)
+        self.kernels(self.weights, self.hidden, statistics, EPS, out, live=self.live)
+        routing = self.kernels.routing(self.rows)
+        return relative_error(out, experts_in_float64(self, routing))
+
     def _check_routing(self, routing: Routing) -> None:
         """As the reference routes, but for experts between which the last bits decide."""
         _, logits = norm_reference(self.shape, self.weights, self.hidden, EPS)
@@ -154,6 +180,40 @@ class Case:
             assert not tied or max(tied) - min(tied) < tolerance, (row, tied)
             for expert in set(got) & set(expected):
                 assert got[expert] == pytest.approx(expected[expert], abs=tolerance)
+
+
+def experts_in_float64(case: Case, routing: Routing) -> Tensor:
+    """What the experts add to the rows of a case, one after the other."""
+    shape, weights, activation = case.shape, case.weights, case.shape.activation
+    size, (norm, bias) = (shape.hidden,), weights.norm
+    x = case.hidden.double()
+    if shape.center:
+        x = F.layer_norm(x, size, norm.double(), None if bias is None else bias.double(), EPS)
+    else:
+        x = F.rms_norm(x, size, norm.double(), EPS)
+    x = x.to(case.hidden.dtype).double()
+
+    def of(name: str) -> Tensor:
+        weight, scale = getattr(weights, name).double(), getattr(weights, f"{name}_scale")
+        if scale is None:
+            return weight
+        return weight * scale.double().repeat_interleave(weight.shape[-1] // scale.shape[-1], -1)
+
+    def of_expert(n: int, row: Tensor) -> Tensor:
+        first = of("w1")[n] @ row + (0 if weights.b1 is None else weights.b1[n].double())
+        second = of("w2")[n] @ activate(first, activation)
+        return second + (0 if weights.b2 is None else weights.b2[n].double())
+
+    total = torch.zeros_like(x)
+    for row, (ids, shares) in enumerate(zip(routing.ids, routing.weights, strict=True)):
+        for expert, share in zip(ids.tolist(), shares.double(), strict=True):
+            if expert != NO_EXPERT:
+                total[row] += share * of_expert(expert, x[row])
+        if shape.shared and case.live.values[row] >= case.live.first:
+            added = of("shared_w2") @ activate(of("shared_w1") @ x[row], activation)
+            gate = weights.shared_gate
+            total[row] += added if gate is None else added * (gate.double() @ x[row]).sigmoid()
+    return total
 
 
 GPT_OSS = ExpertActivation(function="quick_gelu", limit=1.0, offset=1.0)
@@ -181,6 +241,35 @@ SMALL = (
 @pytest.mark.parametrize(("shape", "rows", "options"), SMALL)
 def test_small_layers(device: str, shape: MoeShape, rows: int, options: dict[str, Any]) -> None:
     Case(shape, rows, device, torch.float32, **options).check()
+
+
+E4M3 = (
+    # A scale a row, and no multiple of 128.
+    (SMALL[0][0], 5, {**SMALL[0][2], "scale_columns": ScaleColumns(48, 32)}),
+    (SMALL[1][0], 21, {"bias": True, "scale_columns": ScaleColumns(48, 24)}),
+    # Groups of columns, of which a second layer has 64 + 32 and a shared expert begins within one.
+    (
+        MoeShape(128, 96, settings(6, 2), SWIGLU, shared=2),
+        5,
+        {"gate": True, "scale_columns": ScaleColumns(64, 32, 32, 64)},
+    ),
+    (
+        MoeShape(256, 128, settings(12, 4, **DEEPSEEK), RELU2, shared=2, center=True),
+        21,
+        {"expert_bias": True, "gate": True, "scale_columns": ScaleColumns(128, 128, 256, 256)},
+    ),
+)
+
+
+@on_devices
+@pytest.mark.parametrize(("shape", "rows", "options"), E4M3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_small_layers_in_e4m3(
+    device: str, dtype: torch.dtype, shape: MoeShape, rows: int, options: dict[str, Any]
+) -> None:
+    case = Case(shape, rows, device, dtype, **options)
+    case.check()
+    assert case.of_experts() < (1e-6 if dtype is torch.float32 else 2 * LIMIT)
 
 
 @on_devices
