@@ -41,8 +41,9 @@ E4m3 = Annotated[Tensor, torch.float8_e4m3fn]
 Fp32 = Annotated[Tensor, torch.float32]
 Int32 = Annotated[Tensor, torch.int32]
 Int64 = Annotated[Tensor, torch.int64]
+Weights = Annotated[Tensor, torch.bfloat16, torch.float8_e4m3fn]
 """Fields of a kernel's arguments, next to ``int``, ``float`` and :class:`TensorMap`: pointers to
-elements of this dtype; ``Bf16 | None`` may be null."""
+elements of this dtype, or of one of these; ``Bf16 | None`` may be null."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,11 +57,11 @@ class TensorMap:
 
 
 class Field(NamedTuple):
-    """A kernel parameter: ``kind`` is a Python type, and for tensors there is a dtype."""
+    """A kernel parameter: ``kind`` is a Python type, and of tensors are ``dtypes``."""
 
     name: str
     kind: type
-    dtype: torch.dtype | None
+    dtypes: tuple[torch.dtype, ...]
     nullable: bool
 
 
@@ -72,8 +73,8 @@ def fields_of(record: type[tuple[Any, ...]]) -> tuple[Field, ...]:
         options = [hint] if hasattr(hint, "__metadata__") else [*get_args(hint)] or [hint]
         nullable = type(None) in options
         (option,) = (each for each in options if each is not type(None))
-        dtype = option.__metadata__[0] if hasattr(option, "__metadata__") else None
-        fields.append(Field(name, Tensor if dtype else option, dtype, nullable))
+        dtypes = getattr(option, "__metadata__", ())
+        fields.append(Field(name, Tensor if dtypes else option, dtypes, nullable))
     return tuple(fields)
 
 
@@ -89,8 +90,9 @@ def check_arguments(kernel: str, arguments: tuple[Any, ...]) -> None:
         if not is_number and (field.kind in _NUMBERS or not isinstance(value, field.kind)):
             wanted, got = field.kind.__name__, type(value).__name__
             raise TypeError(f"{kernel}: {field.name} must be a {wanted}, not a {got}")
-        if field.dtype is not None and value.dtype != field.dtype:
-            raise TypeError(f"{kernel}: {field.name} must be {field.dtype}, not {value.dtype}")
+        if field.dtypes and value.dtype not in field.dtypes:
+            wanted = " or ".join(map(str, field.dtypes))
+            raise TypeError(f"{kernel}: {field.name} must be {wanted}, not {value.dtype}")
 
 
 @functools.cache

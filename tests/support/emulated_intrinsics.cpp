@@ -389,6 +389,15 @@ u32 permute(u32 word, u32 which) {
   }
   return r;
 }
+float4 widen_four(u32 word) {
+  auto widen = [&](int at) {
+    const int bits = word >> 8 * at & 0xff, exponent = bits >> 3 & 15, mantissa = bits & 7;
+    if ((bits & 0x7f) == 0x7f) return __uint_as_float(0x7fc00000u);
+    const float size = exponent ? std::ldexp(8.f + mantissa, exponent - 10) : std::ldexp((float)mantissa, -9);
+    return bits & 0x80 ? -size : size;
+  };
+  return make_float4(widen(0), widen(1), widen(2), widen(3));
+}
 u32 pack(float lo, float hi) { return round_to_bf16(lo) | round_to_bf16(hi) << 16; }
 u32 mul2(u32 a, u32 b) {
   auto product = [](u32 a, u32 b) { return __uint_as_float(a << 16) * __uint_as_float(b << 16); };

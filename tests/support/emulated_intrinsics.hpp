@@ -153,6 +153,7 @@ void wait_for_predecessor();
 inline void release_successor() {}
 
 u32 permute(u32 word, u32 which);
+float4 widen_four(u32 word);
 u32 pack(float lo, float hi);
 u32 mul2(u32 a, u32 b);
 

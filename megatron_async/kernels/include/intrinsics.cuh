@@ -57,6 +57,19 @@ __device__ __forceinline__ u32 permute(u32 word, u32 which) {
   asm("prmt.b32 %0, %1, %1, %2;" : "=r"(r) : "r"(word), "r"(which));
   return r;
 }
+// Four numbers in e4m3, from the lowest byte on, exactly.
+__device__ __forceinline__ float4 widen_four(u32 word) {
+  float4 v;
+  asm("{\n.reg .b16 bytes<2>, half<4>;\n.reg .b32 pair<2>;\n"
+      "mov.b32 {bytes0, bytes1}, %4;\n"
+      "cvt.rn.f16x2.e4m3x2 pair0, bytes0;\ncvt.rn.f16x2.e4m3x2 pair1, bytes1;\n"
+      "mov.b32 {half0, half1}, pair0;\nmov.b32 {half2, half3}, pair1;\n"
+      "cvt.f32.f16 %0, half0;\ncvt.f32.f16 %1, half1;\n"
+      "cvt.f32.f16 %2, half2;\ncvt.f32.f16 %3, half3;\n}"
+      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+      : "r"(word));
+  return v;
+}
 #endif
 
 // Bulk copies report the bytes that arrived to a barrier in shared memory. Its phases alternate in

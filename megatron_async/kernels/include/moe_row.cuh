@@ -3,7 +3,15 @@
 #define WARPS (THREADS / 32)
 #define VECTORS (H / 8)  // of a row, of 16 bytes
 #define OWN_VECTORS ((VECTORS + THREADS - 1) / THREADS)
-#define INNER_VECTORS (INNER / 8)
+#if W8
+typedef unsigned char Weight;
+#define IN_VECTOR 16  // weights
+#else
+typedef u16 Weight;
+#define IN_VECTOR 8
+#endif
+#define UP_VECTORS (H / IN_VECTOR)  // of a row of an expert's first weight
+#define INNER_VECTORS (INNER / IN_VECTOR)
 #define SLOTS (TOP_K + SHARED)  // experts of a row
 #define ROW_WORDS (SLOTS * INNER)
 #define ROW_VECTORS (SLOTS * INNER_VECTORS)
@@ -12,7 +20,7 @@
 #define LANE_EXPERTS ((EXPERTS + 31) / 32)
 #define ROW_WARPS (WARPS / (ROWS == 3 ? 4 : ROWS))  // that choose for a row
 #define DEPTH (LOADS / (1 + GATED))  // of a step, for each half of the first weight
-#define UP_STEPS ((VECTORS + 32 * DEPTH - 1) / (32 * DEPTH))
+#define UP_STEPS ((UP_VECTORS + 32 * DEPTH - 1) / (32 * DEPTH))
 #define DOWN_STEPS ((ROW_VECTORS + 32 * LOADS - 1) / (32 * LOADS))
 #define TILES (H / TILE)
 #define WARP_COLUMNS (TILE / WARPS)
@@ -23,7 +31,7 @@
 #define GOES_DOWN (PHASES & 4)
 
 struct __align__(8) Slot {
-  const u16 *up, *down;  // the expert's weights
+  const Weight *up, *down;  // the expert's
   float weight;
   int expert;
 };
@@ -45,6 +53,18 @@ static_assert(TILE % WARPS == 0 && (TILE == 8 || TILE == 16), "columns of a warp
 static_assert(LOADS % (1 + GATED) == 0, "loads of a step");
 
 extern "C" __device__ const int shared_bytes = SHARED_BYTES > MIN_SHARED ? SHARED_BYTES : MIN_SHARED;
+
+// What a thread loads in a step: vectors of weights, of e4m3 each with its scale.
+#if W8
+struct Loaded {
+  Vec v[LOADS];
+  float scale[LOADS];
+  __device__ __forceinline__ Vec& operator[](int u) { return v[u]; }
+  __device__ __forceinline__ const Vec& operator[](int u) const { return v[u]; }
+};
+#else
+typedef Vec Loaded[LOADS];
+#endif
 
 extern __shared__ __align__(128) char shared[];
 

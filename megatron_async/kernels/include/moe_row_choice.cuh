@@ -85,7 +85,7 @@ __device__ __forceinline__ void await_logits(const u64* logits, u32 launch) {
 // Puts the experts of live row `row`, the `place`-th, into its slots, and what weights are made of next to
 // them. An expert's place is the number of those that come before it.
 __device__ __forceinline__ void choose(int row, int place, int mine, const float* expert_bias,
-                                       const u16* w1, const u16* w2) {
+                                       const Weight* w1, const Weight* w2) {
   const int lane = threadIdx.x % 32;
   const float* logits = (const float*)(shared + LOGITS_AT) + row * LOGITS;
   float scores[LANE_EXPERTS];
@@ -123,7 +123,7 @@ __device__ __forceinline__ void choose(int row, int place, int mine, const float
                                                w2 + (size_t)expert * H * INNER, 0.f, expert};
     }
 }
-__device__ __forceinline__ void add_shared_experts(int place, const u16* w1, const u16* w2) {
+__device__ __forceinline__ void add_shared_experts(int place, const Weight* w1, const Weight* w2) {
   const int number = (int)(threadIdx.x % 32) - TOP_K;
   if (number >= 0 && number < SHARED)
     slots()[place * SLOTS + TOP_K + number] =

@@ -22,6 +22,9 @@ struct Down {
   u16 *out, *scaled;
   float2* stats_out;
   int live;
+#if W8
+  DownScales scales;
+#endif
   DownPlace at, ahead;
   float sum = 0.f, added = 0.f, weight = 0.f;  // `added` and `weight` are of this thread's element
   u32 parity = 0;
@@ -34,7 +37,7 @@ struct Down {
     return ROW_VECTORS % (32 * LOADS) == 0 || vector < ROW_VECTORS;
   }
 
-  __device__ __forceinline__ void load(Vec (&v)[LOADS]) {
+  __device__ __forceinline__ void load(Loaded& into) {
     if (ahead.tile >= TILES || live == 0) return;
     const Slot* of_row = slots() + ahead.row * SLOTS;
     const int column = ahead.tile * TILE + ahead.in_tile();
@@ -44,18 +47,28 @@ struct Down {
       if (inside(ahead.step, u, vector)) {
         const Slot& slot = of_row[vector / INNER_VECTORS];
         const int stride = SHARED && slot.expert >= EXPERTS ? SHARED * INNER : INNER;
-        v[u] = load_weights(slot.down + (size_t)column * stride + vector % INNER_VECTORS * 8);
+        into[u] =
+            load_weights(slot.down + (size_t)column * stride + vector % INNER_VECTORS * IN_VECTOR);
+#if W8
+        into.scale[u] = scales.of(slot.expert, column, vector % INNER_VECTORS);
+#endif
       }
     ahead.advance(live);
   }
 
-  __device__ __forceinline__ void use(const Vec (&v)[LOADS]) {
+  __device__ __forceinline__ void use(const Loaded& from) {
     if (at.tile >= TILES) return;
     const u32 x = shared_address(shared + ACTIVATED_AT) + at.row * ROW_WORDS * 2;
     int vector;
 #pragma unroll
     for (int u = 0; u < LOADS; u++)
-      if (inside(at.step, u, vector)) add_products(sum, v[u], load_shared(x + vector * 16));
+      if (inside(at.step, u, vector)) {
+#if W8
+        add_products(sum, from[u], from.scale[u], load_inputs(x + vector * 32));
+#else
+        add_products(sum, from[u], load_shared(x + vector * 16));
+#endif
+      }
     const DownPlace done = at;
     at.advance(live);
     if (at.step != 0) return;
@@ -104,7 +117,7 @@ struct Down {
 
   __device__ __forceinline__ void run(const u32* activated, u32 launch) {
     at.tile = ahead.tile = blockIdx.x;
-    Vec a[LOADS], b[LOADS];
+    Loaded a, b;
     load(a);
     load(b);
     prepare(blockIdx.x);

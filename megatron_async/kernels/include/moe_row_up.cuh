@@ -32,13 +32,16 @@ struct Up {
   int all, dealt_out, own_end;  // items: of the launch, of them not claimed, and where this CTA's end
   UpPlace ahead;           // what is loaded next
   u32 claim;               // lane 0's, perhaps on its way
-  const u16* row_ahead;
+  const Weight* row_ahead;
   size_t half_ahead;       // from a row of the gate to that of the other half
   float gate, other, gate_bias, other_bias;
+#if W8
+  UpScales scales;
+#endif
 
   __device__ __forceinline__ static bool inside(int step, int u, int& vector) {
     vector = (step * DEPTH + u) * 32 + (int)(threadIdx.x % 32);
-    return VECTORS % (32 * DEPTH) == 0 || vector < VECTORS;
+    return UP_VECTORS % (32 * DEPTH) == 0 || vector < UP_VECTORS;
   }
 
   __device__ __forceinline__ void claim_next() {
@@ -49,7 +52,7 @@ struct Up {
   }
 
   // Loads a step, and says which.
-  __device__ __forceinline__ UpPlace load(Vec (&v)[LOADS]) {
+  __device__ __forceinline__ UpPlace load(Loaded& into) {
     const UpPlace loaded = ahead;
     if (loaded.item >= all) return loaded;
     const bool has_own = loaded.item + WARPS < own_end;
@@ -57,21 +60,29 @@ struct Up {
       const Slot& slot = slots()[loaded.item / INNER];
       row_ahead = slot.up + (size_t)(loaded.item % INNER) * H;
       half_ahead = (size_t)(SHARED && slot.expert >= EXPERTS ? SHARED * INNER : INNER) * H;
+#if W8
+      scales.begin(slot.expert, loaded.item % INNER);
+#endif
       if (!has_own) claim_next();
     }
     int vector;
 #pragma unroll
     for (int u = 0; u < DEPTH; u++)
       if (inside(loaded.step, u, vector)) {
-        v[u] = load_weights(row_ahead + vector * 8);
-        if (GATED) v[(LOADS - DEPTH) + u] = load_weights(row_ahead + half_ahead + vector * 8);
+        into[u] = load_weights(row_ahead + vector * IN_VECTOR);
+        if (GATED)
+          into[(LOADS - DEPTH) + u] = load_weights(row_ahead + half_ahead + vector * IN_VECTOR);
+#if W8
+        into.scale[u] = scales.of(vector, false);
+        if (GATED) into.scale[(LOADS - DEPTH) + u] = scales.of(vector, true);
+#endif
       }
     if (++ahead.step == UP_STEPS)
       ahead.step = 0, ahead.item = has_own ? loaded.item + WARPS : claimed();
     return loaded;
   }
 
-  __device__ __forceinline__ void use(const Vec (&v)[LOADS], UpPlace at) {
+  __device__ __forceinline__ void use(const Loaded& from, UpPlace at) {
     if (at.item >= all) return;
     const Slot& slot = slots()[at.item / INNER];
     const int row = live_rows()[at.item / ROW_WORDS], i = at.item % INNER;
@@ -88,9 +99,16 @@ struct Up {
 #pragma unroll
     for (int u = 0; u < DEPTH; u++)
       if (inside(at.step, u, vector)) {
+#if W8
+        const Inputs normed = load_inputs(x + vector * 32);
+        add_products(gate, from[u], from.scale[u], normed);
+        if (GATED)
+          add_products(other, from[(LOADS - DEPTH) + u], from.scale[(LOADS - DEPTH) + u], normed);
+#else
         const Vec normed = load_shared(x + vector * 16);
-        add_products(gate, v[u], normed);
-        if (GATED) add_products(other, v[(LOADS - DEPTH) + u], normed);
+        add_products(gate, from[u], normed);
+        if (GATED) add_products(other, from[(LOADS - DEPTH) + u], normed);
+#endif
       }
     if (at.step + 1 < UP_STEPS) return;
     float out = sum_of_warp(gate) + gate_bias, factor = 1.f;
@@ -105,8 +123,7 @@ struct Up {
   }
 
   // The first loads, before the weights of the slots are there.
-  __device__ __forceinline__ void begin(int live, UpPlace& at_a, Vec (&a)[LOADS], UpPlace& at_b,
-                                        Vec (&b)[LOADS]) {
+  __device__ __forceinline__ void begin(int live, UpPlace& at_a, Loaded& a, UpPlace& at_b, Loaded& b) {
     all = live * ROW_WORDS, dealt_out = all - (int)((i64)all * CLAIMED / 16);
     own_end = (int)((i64)dealt_out * (blockIdx.x + 1) / CTAS);
     ahead.item = (int)((i64)dealt_out * blockIdx.x / CTAS) + (int)threadIdx.x / 32, ahead.step = 0;
@@ -114,7 +131,7 @@ struct Up {
     at_a = load(a);
     at_b = load(b);
   }
-  __device__ __forceinline__ void finish(UpPlace at_a, Vec (&a)[LOADS], UpPlace at_b, Vec (&b)[LOADS]) {
+  __device__ __forceinline__ void finish(UpPlace at_a, Loaded& a, UpPlace at_b, Loaded& b) {
     while (at_a.item < all) {
       use(a, at_a);
       at_a = load(a);

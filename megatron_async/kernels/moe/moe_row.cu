@@ -13,6 +13,8 @@
 //   TILE       columns of the output that a partial statistic covers
 //   THREADS, LOADS   of a CTA, and of a thread in a step: two steps' are on their way
 //   CLAIMED    sixteenths of the first linear layers' rows that go to the CTAs that come first
+//   W8         1: the experts' weights are e4m3, with fp32 scales for UP_COLUMNS and DOWN_COLUMNS of a row, of
+//              the shared experts' for SHARED_UP_COLUMNS and SHARED_DOWN_COLUMNS; else they are bfloat16
 //   MIN_SHARED bytes of shared memory to take at least: more than half keeps two CTAs off one SM
 //
 // There is no barrier of the grid. Each logit, and then each activation, is published in a word together
@@ -25,17 +27,26 @@
 #include "moe_row.cuh"
 #include "moe_row_router.cuh"
 #include "moe_row_choice.cuh"
+#if W8
+#include "moe_row_e4m3.cuh"
+#endif
 #include "moe_row_up.cuh"
 #include "moe_row_down.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     moe_row(const u16* x, const float2* stats_in, int stats_tiles, float eps, const u16* norm_weight,
             const u16* norm_bias, const u16* router, const u16* router_bias, const float* expert_bias,
-            const u16* gate, const i64* live, int first_live, float scaling, const u16* w1, const u16* b1,
-            const u16* shared_w1, const u16* w2, const u16* b2, const u16* shared_w2, float limit,
+            const u16* gate, const i64* live, int first_live, float scaling, const Weight* w1, const u16* b1,
+            const Weight* shared_w1, const Weight* w2, const u16* b2, const Weight* shared_w2, float limit,
             float offset, u32* launches, u32* logits, u32* activated, u32* claims, u32* ids, float* weights,
             u32* found, const u16* residual, u16* out, float2* stats_out, const u16* next_weight,
-            u16* scaled) {
+            u16* scaled
+#if W8
+            ,
+            const float* w1_scale, const float* shared_w1_scale, const float* w2_scale,
+            const float* shared_w2_scale
+#endif
+            ) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   RouterWeights own;
   if (ROUTES || GOES_UP) own.load(norm_weight, norm_bias, router, gate);
@@ -68,9 +79,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   __syncthreads();
 
-  Vec a[LOADS], b[LOADS];
+  Loaded a, b;
   UpPlace at_a, at_b;
   Up up{b1, limit, offset, activated, claims + launch % 2, launch};
+#if W8
+  up.scales.of_routed = w1_scale, up.scales.of_shared = shared_w1_scale;
+#endif
   if (GOES_UP) up.begin(rows, at_a, a, at_b, b);
   if (row < ROWS && is_first) {
     const float weight = is_live ? weigh(row, place, scaling) : 0.f;
@@ -98,6 +112,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   if (GOES_DOWN) {
     Down down{b2, residual, next_weight, out, scaled, stats_out, rows};
+#if W8
+    down.scales = DownScales{w2_scale, shared_w2_scale};
+#endif
     down.run(activated, launch);
     if (threadIdx.x == 0) launches[blockIdx.x] = launch;
   }

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.kernels import compile as cuda
-from megatron_async.kernels.compile import Bf16, Fp32, Int32, Int64, kernel
+from megatron_async.kernels.compile import Bf16, Fp32, Int32, Int64, Weights, kernel
 from megatron_async.kernels.moe.settings import SIGMOID
 from megatron_async.kernels.shared_memory import HOPPER_BYTES, STATIC_BYTES, block_limit
 
@@ -56,12 +56,12 @@ class RowArguments(NamedTuple):
     live: Int64 | None
     first_live: int
     scaling: float
-    w1: Bf16
+    w1: Weights
     b1: Bf16 | None
-    shared_w1: Bf16 | None
-    w2: Bf16
+    shared_w1: Weights | None
+    w2: Weights
     b2: Bf16 | None
-    shared_w2: Bf16 | None
+    shared_w2: Weights | None
     limit: float
     offset: float
     launches: Int32
@@ -76,6 +76,15 @@ class RowArguments(NamedTuple):
     stats_out: Fp32 | None
     next_weight: Bf16 | None
     scaled: Bf16 | None
+
+
+class RowScales(NamedTuple):
+    """Further parameters of ``moe_row.cu`` with ``W8``, in order."""
+
+    w1_scale: Fp32
+    shared_w1_scale: Fp32 | None
+    w2_scale: Fp32
+    shared_w2_scale: Fp32 | None
 
 
 class Found(NamedTuple):
@@ -129,6 +138,18 @@ def shared_bytes(shape: MoeShape, rows: int, ctas: int, threads: int = THREADS) 
     return rows * (for_a_row + threads // 32 * (4 * logits + 8) + 4) + 32
 
 
+def scale_macros(shape: MoeShape) -> dict[str, int]:
+    """Macros of ``moe_row.cu`` for e4m3 weights; none for others."""
+    columns = shape.scale_columns
+    if columns is None:
+        return {}
+    macros = {"W8": 1, "UP_COLUMNS": columns.w1, "DOWN_COLUMNS": columns.w2}
+    if shape.shared:
+        shared = {"SHARED_UP_COLUMNS": columns.shared_w1, "SHARED_DOWN_COLUMNS": columns.shared_w2}
+        macros |= shared
+    return macros
+
+
 class MoeRow:
     """Layers of one shape, of few rows each, on one device and one stream.
 
@@ -172,7 +193,7 @@ class MoeRow:
     def defines(self, rows: int, *, gate: bool, phases: int = 7) -> dict[str, int]:
         """Macros of ``moe_row.cu``."""
         shape, settings, activation = self._shape, self._shape.settings, self._shape.activation
-        return {
+        return scale_macros(shape) | {
             "H": shape.hidden, "INNER": shape.inner, "EXPERTS": settings.num_experts,
             "TOP_K": settings.top_k, "SHARED": shape.shared, "ROWS": rows, "CTAS": self._ctas,
             "PHASES": phases, "CENTER": int(shape.center), "GATE": int(gate),
@@ -221,6 +242,10 @@ class MoeRow:
             found.weights, found.experts, residual, out,
             statistics_out, next_weight, scaled_out,
         )  # fmt: skip
+        scales = ()
+        if self._shape.scale_columns is not None:
+            names = RowScales._fields
+            scales = (RowScales(*(getattr(weights, name) for name in names)),)
         gate = weights.shared_gate is not None
         for source, macros in self.work(rows, gate=gate, one_launch=one_launch):
-            kernel(source, macros, self._device).launch((self._ctas, 1, 1), arguments)
+            kernel(source, macros, self._device).launch((self._ctas, 1, 1), arguments, *scales)

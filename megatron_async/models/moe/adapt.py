@@ -16,7 +16,7 @@ from megatron_async.errors import ConfigError
 from megatron_async.graph_audit.derived import Derived
 from megatron_async.kernels.moe.settings import ExpertActivation
 from megatron_async.models import parallel
-from megatron_async.models.moe.layer import ExpertWeights, SharedExpertMLP, mixture
+from megatron_async.models.moe.layer import ExpertWeights, KeptWeights, SharedExpertMLP, mixture
 from megatron_async.models.moe.settings import router_settings
 from megatron_async.models.parallel import ModelParallel
 
@@ -69,6 +69,11 @@ class AdaptedMoELayer(MegatronMoELayer):  # type: ignore[misc]
         if self.training:
             return super().forward(hidden_states, intermediate_tensors, padding_mask, **kwargs)
         return mixture(self, hidden_states, padding_mask), None
+
+    @property
+    def kept_weights(self) -> KeptWeights:
+        """As that of ``MoELayer``."""
+        return KeptWeights(*self.weights)
 
     def derived_tensors(self) -> Iterator[Derived]:
         """Each expert's part of the stacked weights, which its parameter is a view of."""

@@ -31,7 +31,7 @@ from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.moe.settings import expert_activation, router_settings
 from megatron_async.models.moe.shards import expert_shards
 from megatron_async.models.quantized.deferred import as_built
-from megatron_async.models.quantized.linear import weight_of
+from megatron_async.models.quantized.linear import SCALE, weight_of
 
 from megatron.core.transformer.mlp import MLPSubmodules  # isort: skip
 from megatron.core.transformer.module import MegatronModule  # isort: skip
@@ -49,6 +49,18 @@ class ExpertWeights(NamedTuple):
     w2: Tensor
     b1: Tensor | None
     b2: Tensor | None
+
+
+class KeptWeights(NamedTuple):
+    """:class:`ExpertWeights` as they are in memory. Where the first two are e4m3 they have scales,
+    fp32 ``[experts, 2 I or I, groups]`` and ``[experts, H, groups]``."""
+
+    w1: Tensor
+    w2: Tensor
+    b1: Tensor | None
+    b2: Tensor | None
+    w1_scale: Tensor | None = None
+    w2_scale: Tensor | None = None
 
 
 Initialize = Callable[[Tensor], Any]
@@ -197,13 +209,21 @@ class MoELayer(MegatronModule):  # type: ignore[misc]
 
     @property
     def weights(self) -> ExpertWeights:
-        """The weights of the experts, as the kernels read them. Of ranks that share each expert the
-        first one adds the last bias."""
+        """The weights of the experts, multiplied out where e4m3 is kept. Of ranks that share each
+        expert the first one adds the last bias."""
         fc1, fc2 = self.experts.linear_fc1, self.experts.linear_fc2
         adds_bias = self.ranks is None or self.ranks.expert_tensor_rank == 0
         dtype = self.config.params_dtype
         w1, w2 = weight_of(fc1, dtype), weight_of(fc2, dtype)
         return ExpertWeights(w1, w2, fc1.bias, fc2.bias if adds_bias else None)
+
+    @property
+    def kept_weights(self) -> KeptWeights:
+        """The weights of the experts, as the kernels read them."""
+        fc1, fc2 = self.experts.linear_fc1, self.experts.linear_fc2
+        adds_bias = self.ranks is None or self.ranks.expert_tensor_rank == 0
+        scales = (getattr(each, SCALE, None) for each in (fc1, fc2))
+        return KeptWeights(fc1.weight, fc2.weight, fc1.bias, fc2.bias if adds_bias else None, *scales)
 
     def forward(
         self, hidden_states: Tensor, padding_mask: Tensor | None = None, **_: Any

@@ -56,13 +56,14 @@ def tiles(up: tuple[int, int], down: tuple[int, int, int], swap: bool = False) -
 
 
 def in_e4m3(weights: MoeWeights, columns: ScaleColumns) -> MoeWeights:
-    """The same in e4m3, each of whose groups fills the range, but for some of other sizes."""
+    """The same in e4m3, with scales that differ from group to group: of three one is halved, and one
+    divided by four."""
     made: dict[str, Tensor] = {}
     for name, of_group in columns._asdict().items():
         weight = getattr(weights, name)
         if weight is not None:
             numbers, scale = quantize(weight, weight.shape[-1] // of_group)
-            factors = 2.0 ** (torch.arange(scale.numel()) % 5 - 2).view_as(scale)
+            factors = 0.5 ** (torch.arange(scale.numel()) % 3).view_as(scale)
             made |= {name: numbers, f"{name}_scale": scale * factors.to(scale)}
     return weights._replace(**made)
 

@@ -30,7 +30,7 @@ pytestmark = [
 
 if HAS_TRITON:
     from megatron_async.kernels.moe.decode import MoeDecode, moe_decode_reference
-    from megatron_async.kernels.moe.shape import MoeShape
+    from megatron_async.kernels.moe.shape import MoeShape, ScaleColumns
     from tests.unit.kernels.test_moe_kernels import (
         DEEPSEEK,
         EPS,
@@ -69,8 +69,34 @@ if HAS_TRITON:
         (MoeShape(2688, 1856, settings(128, 6, **{**DEEPSEEK, "num_groups": 1, "kept_groups": 1}),
                   RELU2, 2), 4, {"expert_bias": True}),
     ]  # fmt: skip
+    E4M3: Any = (
+        # A scale a row, and groups of columns, in which shared experts may begin.
+        (QWEN, 1, {"scale_columns": ScaleColumns(64, 32)}),
+        (MoeShape(528, 48, settings(160, 3), GPT_OSS), 2, {
+            "bias": True, "scale_columns": ScaleColumns(528, 48)}),
+        (
+            MoeShape(192, 96, settings(36, 4, **DEEPSEEK), RELU2, shared=2, center=True),
+            4,
+            {"expert_bias": True, "gate": True, "scale_columns": ScaleColumns(64, 32, 32, 64)},
+        ),
+        (
+            MoeShape(512, 128, settings(8, 2), SWIGLU, shared=1),
+            2,
+            {"scale_columns": ScaleColumns(128, 128, 512, 32)},
+        ),
+    )  # fmt: skip
+    E4M3_ON_GPU: Any = [
+        (shape, rows, options | {"scale_columns": ScaleColumns(*columns, *shared)})
+        for shape, rows, options in ON_GPU
+        for columns, shared in (
+            ((shape.hidden, shape.inner), (shape.hidden, shape.shared * shape.inner)),
+            ((64, 64), (64, 64)) if shape.inner % 128 or shape.hidden % 128 else
+            ((128, 128), (128, 128)),
+        )
+        if shape.inner % columns[1] == shape.hidden % columns[0] == 0
+    ]  # fmt: skip
 else:
-    SMALL, ON_GPU = (), []
+    SMALL, ON_GPU, E4M3, E4M3_ON_GPU = (), [], (), []
 CTAS = 3
 """Of an emulated GPU."""
 
@@ -83,7 +109,7 @@ class RowCase(Case if HAS_TRITON else object):  # type: ignore[misc]
     ) -> None:
         super().__init__(shape, rows, device.type, torch.bfloat16, **options)
         ctas = CTAS if device.type == "cpu" else row.cuda.sm_count(0)
-        self.kernels = MoeDecode(shape, device, sm_count=ctas, one_kernel=True)
+        self.kernels = MoeDecode(self.shape, device, sm_count=ctas, one_kernel=True)
         assert self.kernels._of_few(rows) is self.kernels._row is not None
         self.one_launch = one_launch
 
@@ -112,6 +138,19 @@ def test_layers(device: torch.device, shape: Any, rows: int, options: dict[str, 
     if rows > 1 and device.type == "cuda":  # a row has the same bits alone
         for together, alone in zip(first, case.run(slice(1, 2)), strict=True):
             assert torch.equal(together[1:2], alone)
+
+
+@on_both("shape", "rows", "options", gpu=E4M3_ON_GPU, small=E4M3)
+def test_layers_in_e4m3(
+    device: torch.device, shape: Any, rows: int, options: dict[str, Any]
+) -> None:
+    case = RowCase(shape, rows, device, **options)
+    case.check()
+    assert case.error() < LIMIT and case.of_experts() < 2 * LIMIT
+    first, second = case.run(), case.run()
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+    case.one_launch = False
+    assert all(torch.equal(*pair) for pair in zip(first, case.run(), strict=True))
 
 
 @on_both("rows", gpu=[(1,), (4,)], small=[(1,)])

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from megatron_async.kernels import trial
-from megatron_async.kernels.gemm.tile_config import LAYER_NORM, padded
-from megatron_async.kernels.moe.shape import Live, MoeShape, MoeWeights
+from megatron_async.kernels.gemm.tile_config import LAYER_NORM, SCALE_COLUMNS, padded
+from megatron_async.kernels.moe.shape import Live, MoeShape, MoeWeights, ScaleColumns
 from megatron_async.models.fused.ahead import Refused
 from megatron_async.models.fused.blocks.gemms import Work
-from megatron_async.models.fused.blocks.kernel_parameters import norm_of
+from megatron_async.models.fused.blocks.kernel_parameters import norm_of, scale_of
 from megatron_async.models.fused.blocks.rank_sums import RankSums
 from megatron_async.models.fused.blocks.residual import LAYER, Norm, Step
 from megatron_async.models.moe.adapt import AdaptedMoELayer
 from megatron_async.models.moe.layer import MoELayer, SharedExpertMLP, leaving
-from megatron_async.models.quantized.linear import quantized
+from megatron_async.models.quantized.values import E4M3
 
 from megatron.core.transformer.moe.shared_experts import (  # isort: skip
     SharedExpertMLP as MegatronSharedExpertMLP,
@@ -57,16 +57,18 @@ def experts_why_not(mlp: Any, config: Any) -> str | None:
     settings = mlp.settings
     if settings.num_experts > _MOST_EXPERTS or settings.top_k > _MOST_CHOSEN:
         return f"{settings.top_k} of {settings.num_experts} experts are not covered"
-    if quantized(mlp):
-        return "its experts are e4m3"
-    w2 = mlp.weights[1]
+    w2 = mlp.kept_weights.w2
     if w2.shape[1] % _ALIGNMENT or w2.shape[2] % _ALIGNMENT:
         return f"experts of {w2.shape[2]} x {w2.shape[1]} are not covered"
-    return _tensors_why_not(mlp) or _shared_why_not(mlp)
+    return _tensors_why_not(mlp) or _shared_why_not(mlp) or _scales_why_not(mlp)
 
 
 def _tensors_why_not(mlp: Any) -> str | None:
-    given = [*mlp.weights, mlp.router.weight, mlp.router.bias]
+    w1, w2, b1, b2, *_ = mlp.kept_weights
+    if w1.dtype != w2.dtype:
+        return f"its experts have weights of {w1.dtype} and of {w2.dtype}"
+    given = [mlp.router.weight, mlp.router.bias, b1, b2]
+    given += [] if w1.dtype == E4M3 else [w1, w2]
     for tensor in (tensor for tensor in given if tensor is not None):
         if tensor.dtype != torch.bfloat16 or not tensor.is_contiguous() or tensor.data_ptr() % 16:
             return "its experts or its router are not contiguous bfloat16"
@@ -83,18 +85,49 @@ def _shared_why_not(mlp: Any) -> str | None:
         return None
     if type(shared) not in (SharedExpertMLP, MegatronSharedExpertMLP):
         return f"{type(shared).__name__} is not covered"
-    inner = mlp.weights[1].shape[2]
+    inner, dtype = mlp.kept_weights.w2.shape[2], mlp.kept_weights.w2.dtype
     if shared.linear_fc2.weight.shape[1] % inner:
         return f"shared experts of {shared.linear_fc2.weight.shape[1]} are no multiple of {inner}"
-    if mlp.weights[2] is not None:
+    if mlp.kept_weights.b1 is not None:
         return "shared experts have no bias, and the others do"
     if mlp.activation.limit is not None or mlp.activation.offset:
         return "shared experts have another activation"
     for linear in (shared.linear_fc1, shared.linear_fc2):
         if linear.bias is not None:
             return "shared experts have a bias"
-        if linear.weight.dtype != torch.bfloat16 or not linear.weight.is_contiguous():
-            return "shared experts are not contiguous bfloat16"
+        if linear.weight.dtype != dtype or not linear.weight.is_contiguous():
+            return f"shared experts are not contiguous {dtype}, as the others are"
+    return None
+
+
+def _e4m3_weights(mlp: Any) -> dict[str, tuple[Tensor, Tensor]]:
+    """The weights in e4m3 by their names in :class:`MoeWeights`, each with its scales; none where
+    they are bfloat16."""
+    kept, shared = mlp.kept_weights, mlp.shared_experts
+    if kept.w1.dtype != E4M3:
+        return {}
+    found = {"w1": (kept.w1, kept.w1_scale), "w2": (kept.w2, kept.w2_scale)}
+    if _has_shared_experts(mlp):
+        for name, linear in (("shared_w1", shared.linear_fc1), ("shared_w2", shared.linear_fc2)):
+            found[name] = linear.weight, scale_of(linear)
+    return found
+
+
+def _scales_why_not(mlp: Any) -> str | None:
+    """Why the kernels do not take e4m3 weights with their scales."""
+    for name, (weight, scale) in _e4m3_weights(mlp).items():
+        if not weight.is_contiguous() or weight.data_ptr() % 16:
+            return f"its e4m3 {name} is not contiguous, from a multiple of 16 bytes on"
+        if not isinstance(scale, Tensor):
+            return f"its e4m3 {name} has no scales"
+        if scale.dtype != torch.float32 or not scale.is_contiguous():
+            return f"the scales of its e4m3 {name} are not contiguous float32"
+        *rows, k = weight.shape
+        *of_rows, groups = scale.shape
+        if of_rows != rows or groups == 0 or k % groups:
+            return f"scales {tuple(scale.shape)} of its e4m3 {name} {tuple(weight.shape)} do not fit"
+        if k // groups not in (*SCALE_COLUMNS, k):
+            return f"a scale for {k // groups} columns of its e4m3 {name} is not covered"
     return None
 
 
@@ -119,7 +152,7 @@ class ExpertKernels:
         if mlp.ranks is None:
             return None
         if self._sums is None:
-            ranks, hidden = mlp.ranks, mlp.weights[1].shape[1]
+            ranks, hidden = mlp.ranks, mlp.kept_weights.w2.shape[1]
             self._sums = RankSums(ranks.sum_experts_, ranks.expert_words, hidden, self._device)
         return self._sums
 
@@ -188,11 +221,11 @@ class MoeBlock:
 
     def _weights(self) -> MoeWeights:
         mlp, shared = self._mlp, self._mlp.shared_experts
-        w1, w2, b1, b2 = mlp.weights
+        w1, w2, b1, b2, w1_scale, w2_scale = mlp.kept_weights
         router = mlp.router
         weights = MoeWeights(
             (self.norm.weight, self.norm.bias), router.weight, w1, w2, router.bias,
-            router.expert_bias, b1, b2,
+            router.expert_bias, b1, b2, w1_scale=w1_scale, w2_scale=w2_scale,
         )  # fmt: skip
         if not _has_shared_experts(mlp):
             return weights
@@ -200,6 +233,8 @@ class MoeBlock:
             shared_w1=shared.linear_fc1.weight,
             shared_w2=shared.linear_fc2.weight,
             shared_gate=shared.gate_weight,
+            shared_w1_scale=scale_of(shared.linear_fc1),
+            shared_w2_scale=scale_of(shared.linear_fc2),
         )
 
     def statistic_rows(self, rows: int) -> int | None:
@@ -216,14 +251,19 @@ class MoeBlock:
 
 
 def _shape_of(mlp: Any, norm: Norm) -> MoeShape:
-    held, hidden, inner = mlp.weights[1].shape
+    held, hidden, inner = mlp.kept_weights.w2.shape
     shared, count = mlp.shared_experts, 0
     if _has_shared_experts(mlp):
         count = shared.linear_fc2.weight.shape[1] // inner
     begin = 0 if mlp.ranks is None else mlp.ranks.expert_rank * held
+    columns = {
+        name: weight.shape[-1] // scale.shape[-1]
+        for name, (weight, scale) in _e4m3_weights(mlp).items()
+    }
     return MoeShape(
         hidden, inner, mlp.settings, mlp.activation, count, center=norm.kind == LAYER_NORM,
         expert_begin=begin, expert_end=begin + held,
+        scale_columns=ScaleColumns(**columns) if columns else None,
     )  # fmt: skip
 
 
