@@ -242,7 +242,7 @@ class MoeRow:
             found.weights, found.experts, residual, out,
             statistics_out, next_weight, scaled_out,
         )  # fmt: skip
-        scales = ()
+        scales: tuple[RowScales, ...] = ()
         if self._shape.scale_columns is not None:
             names = RowScales._fields
             scales = (RowScales(*(getattr(weights, name) for name in names)),)

@@ -79,9 +79,10 @@ class MoeShape:
 
 
 class MoeWeights(NamedTuple):
-    """Parameters of a layer, contiguous and of one dtype but for ``expert_bias``, which is fp32, and
-    for ``w1``, ``w2``, ``shared_w1`` and ``shared_w2`` where they are e4m3. Then each has scales
-    fp32 of its shape, but for the columns, of which :class:`ScaleColumns` share one.
+    """Parameters of a layer, contiguous and of one dtype but for ``expert_bias``, which is fp32.
+
+    The weights of experts and of shared ones may all be e4m3. Then each has scales, fp32 and of its
+    shape but for the columns, of which as many share one as :class:`ScaleColumns` says.
 
     ``norm`` is weight ``[H]`` and bias ``[H]`` or None; the others are those of
     ``reference.py``. ``shared_w1`` is ``[2 S, H]`` or ``[S, H]``, ``shared_w2`` ``[H, S]`` with

@@ -222,8 +222,14 @@ class MoELayer(MegatronModule):  # type: ignore[misc]
         """The weights of the experts, as the kernels read them."""
         fc1, fc2 = self.experts.linear_fc1, self.experts.linear_fc2
         adds_bias = self.ranks is None or self.ranks.expert_tensor_rank == 0
-        scales = (getattr(each, SCALE, None) for each in (fc1, fc2))
-        return KeptWeights(fc1.weight, fc2.weight, fc1.bias, fc2.bias if adds_bias else None, *scales)
+        return KeptWeights(
+            fc1.weight,
+            fc2.weight,
+            fc1.bias,
+            fc2.bias if adds_bias else None,
+            getattr(fc1, SCALE, None),
+            getattr(fc2, SCALE, None),
+        )
 
     def forward(
         self, hidden_states: Tensor, padding_mask: Tensor | None = None, **_: Any

@@ -56,8 +56,8 @@ def tiles(up: tuple[int, int], down: tuple[int, int, int], swap: bool = False) -
 
 
 def in_e4m3(weights: MoeWeights, columns: ScaleColumns) -> MoeWeights:
-    """The same in e4m3, with scales that differ from group to group: of three one is halved, and one
-    divided by four."""
+    """The same in e4m3, with scales that differ: of three one is halved, and one is divided by
+    four."""
     made: dict[str, Tensor] = {}
     for name, of_group in columns._asdict().items():
         weight = getattr(weights, name)
@@ -250,14 +250,14 @@ E4M3 = (
     (SMALL[1][0], 21, {"bias": True, "scale_columns": ScaleColumns(48, 24)}),
     # Groups of columns, of which a second layer has 64 + 32 and a shared expert begins within one.
     (
-        MoeShape(128, 96, settings(6, 2), SWIGLU, shared=2),
+        MoeShape(64, 96, settings(6, 2), SWIGLU, shared=2),
         5,
-        {"gate": True, "scale_columns": ScaleColumns(64, 32, 32, 64)},
+        {"gate": True, "scale_columns": ScaleColumns(32, 32, 64, 64)},
     ),
     (
-        MoeShape(256, 128, settings(12, 4, **DEEPSEEK), RELU2, shared=2, center=True),
+        MoeShape(128, 64, settings(6, 2, **DEEPSEEK), RELU2, shared=2, center=True),
         21,
-        {"expert_bias": True, "gate": True, "scale_columns": ScaleColumns(128, 128, 256, 256)},
+        {"expert_bias": True, "gate": True, "scale_columns": ScaleColumns(64, 64, 128, 128)},
     ),
 )
 

@@ -109,7 +109,7 @@ def _e4m3_weights(mlp: Any) -> dict[str, tuple[Tensor, Tensor]]:
     found = {"w1": (kept.w1, kept.w1_scale), "w2": (kept.w2, kept.w2_scale)}
     if _has_shared_experts(mlp):
         for name, linear in (("shared_w1", shared.linear_fc1), ("shared_w2", shared.linear_fc2)):
-            found[name] = linear.weight, scale_of(linear)
+            found[name] = linear.weight, getattr(linear, "weight_scale", None)
     return found
 
 
@@ -125,7 +125,7 @@ def _scales_why_not(mlp: Any) -> str | None:
         *rows, k = weight.shape
         *of_rows, groups = scale.shape
         if of_rows != rows or groups == 0 or k % groups:
-            return f"scales {tuple(scale.shape)} of its e4m3 {name} {tuple(weight.shape)} do not fit"
+            return f"scales {tuple(scale.shape)} of its e4m3 {name} are not covered"
         if k // groups not in (*SCALE_COLUMNS, k):
             return f"a scale for {k // groups} columns of its e4m3 {name} is not covered"
     return None
