@@ -140,6 +140,7 @@ def test_layers(device: torch.device, shape: Any, rows: int, options: dict[str, 
             assert torch.equal(together[1:2], alone)
 
 
+@pytest.mark.sweep(of=2)
 @on_both("shape", "rows", "options", gpu=E4M3_ON_GPU, small=E4M3)
 def test_layers_in_e4m3(
     device: torch.device, shape: Any, rows: int, options: dict[str, Any]
@@ -149,8 +150,9 @@ def test_layers_in_e4m3(
     assert case.error() < LIMIT and case.of_experts() < 2 * LIMIT
     first, second = case.run(), case.run()
     assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
-    case.one_launch = False
-    assert all(torch.equal(*pair) for pair in zip(first, case.run(), strict=True))
+    if device.type == "cuda":
+        case.one_launch = False
+        assert all(torch.equal(*pair) for pair in zip(first, case.run(), strict=True))
 
 
 @on_both("rows", gpu=[(1,), (4,)], small=[(1,)])

@@ -24,7 +24,7 @@ from megatron_async.kernels.gemm.tile_config import RMS_NORM
 from megatron_async.kernels.mamba.layer import MambaSizes
 from megatron_async.kernels.moe import row, tiles
 from megatron_async.kernels.moe.settings import ExpertActivation, RouterSettings
-from megatron_async.kernels.moe.shape import MoeShape
+from megatron_async.kernels.moe.shape import MoeShape, ScaleColumns
 from megatron_async.kernels.moe.tiles import MoeTiles, Tile
 from megatron_async.kernels.sampling import sample_cuda
 from megatron_async.kernels.shared_memory import HOPPER_BYTES
@@ -84,6 +84,23 @@ def test_a_gpu_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         shared_memory.gpu_limit.cache_clear()
     assert asked == [3]
+
+
+@on_limits
+def test_tiles_of_experts_in_e4m3_fit_and_have_one_scale_a_step(gpu: str) -> None:
+    limit = LIMITS[gpu]
+    for (hidden, inner), steps, rows in itertools.product(
+        set(expert_sizes()), (0, 128, 64, 32, 16), (16, 32, 64)
+    ):
+        found = tiles.choose_tiles(
+            hidden, inner, rows, SMS, limit=limit, weight_size=1, scale_steps=(steps, steps)
+        )
+        for tile in (found.up, found.down):
+            assert tiles.shared_bytes(tile, rows, 2, limit, 1) <= limit, (hidden, inner, tile)
+            assert steps % tile.block_k == 0 and tile.block_k >= 16
+        if hidden % 128 == 0 and steps == 0:  # a row's scale leaves the steps of bfloat16
+            plain = tiles.choose_tiles(hidden, inner, rows, SMS, limit=limit)
+            assert (found.up.block_k, found.down.block_n) == (plain.up.block_k, plain.down.block_n)
 
 
 @on_limits
@@ -317,6 +334,20 @@ def test_the_compiler_gives_what_the_bound_of_experts_says() -> None:
         assert (taken["down_kernel"] > HOPPER_BYTES) == (given is not None)
         if given is not None:
             assert taken["down_kernel"] == 245_760
+
+
+@compiles
+def test_the_compiler_gives_what_the_bound_of_experts_in_e4m3_says() -> None:
+    """With a scale a row, and a step of each kind of product: wgmma with the weight in registers,
+    wgmma with a copy of it, and mma."""
+    columns = ScaleColumns(256, 64, 256, 128)
+    for rows in (16, 32, 64):
+        with compiling_for(HOPPER) as found:
+            kernels, launch = launches.experts(256, 64, rows, torch.bfloat16, scale_columns=columns)
+            launch(routes=False)
+        taken, chosen = {each.name: each.shared for each in found}, kernels.tiles(rows)
+        for name, tile in (("up_kernel", chosen.up), ("down_kernel", chosen.down)):
+            assert taken[name] == tiles.shared_bytes(tile, rows, 2, HOPPER_BYTES, 1), (name, rows)
 
 
 @compiles

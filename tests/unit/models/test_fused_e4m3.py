@@ -14,6 +14,11 @@ from torch.nn import Parameter
 from megatron_async.kernels.gemm.tile_config import MAX_ROWS
 from megatron_async.models.build import build_model
 from megatron_async.models.fused import where
+from megatron_async.models.fused.blocks.moe_block import (
+    ExpertKernels,
+    MoeBlock,
+    experts_why_not,
+)
 from megatron_async.models.fused.decoder import FusedDecoder
 from megatron_async.models.fused.report import ATTENTION, EMBEDDING, HEAD, MLP
 from megatron_async.models.quantized.linear import (
@@ -136,6 +141,87 @@ def test_scales_that_no_kernel_takes_leave_the_block_to_its_module(
     assert found.fused(MLP) == (1,) and found.fused(ATTENTION) == (1, 2)
     ((reason, _),) = {(b.reason, b.kind) for b in found.blocks if b.reason is not None}
     assert re.search(says, str(reason)), reason
+
+
+def experts_in_e4m3(groups: int = 1) -> Any:
+    """A model whose second layer has experts, and they e4m3, as shared ones are."""
+    config = replace(
+        small("llama"), num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=64,
+        moe_layer_freq=(0, 1), moe_shared_expert_intermediate_size=128,
+    )  # fmt: skip
+    plain = bfloat16_model(config, torch.device("cpu"))
+    made = build_model(
+        config, device=torch.device("cpu"), dtype=torch.bfloat16, initialize=False,
+        may_be_quantized=True,
+    ).eval()  # fmt: skip
+    for layer in quantizable(made).values():
+        keep(layer, None)
+    made.load_state_dict(plain.state_dict(), strict=False)
+    for layer in quantizable(made).values():
+        quantize_in_place(layer, groups)
+    return made
+
+
+def test_experts_in_e4m3_are_given_to_their_kernels_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    emulator.install(monkeypatch)
+    model = experts_in_e4m3(2)
+    mlp = model.decoder.layers[1].mlp
+    assert experts_why_not(mlp, model.config) is None
+    block = MoeBlock(model.decoder.layers[1], ExpertKernels(torch.device("cpu"), 132))
+    given = block._weights()
+    assert given.w1 is mlp.experts.linear_fc1.weight
+    assert given.w2_scale is mlp.experts.linear_fc2.weight_scale
+    assert given.shared_w2 is mlp.shared_experts.linear_fc2.weight
+    assert given.shared_w1_scale is mlp.shared_experts.linear_fc1.weight_scale
+    assert block._kernels.shape.scale_columns == (64, 32, 64, 64)
+    assert block._kernels.shape.scale_steps == (64, 32)
+
+
+def _change_scales(linear: Any, scale: torch.Tensor) -> None:
+    linear.weight_scale = scale
+
+
+def _widen(linear: Any) -> None:
+    linear.weight = Parameter(weight_of(linear, torch.bfloat16), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda mlp: _widen(mlp.experts.linear_fc1), "weights of torch.bfloat16 and of"),
+        (lambda mlp: _widen(mlp.shared_experts.linear_fc2), "shared experts are not contiguous"),
+        (
+            lambda mlp: _change_scales(mlp.experts.linear_fc1, torch.ones(4, 128, 8)),
+            "a scale for 16 columns of its e4m3 w1 is not covered",
+        ),
+        (
+            lambda mlp: _change_scales(mlp.experts.linear_fc2, torch.ones(4, 64, 1)),
+            r"scales \(4, 64, 1\) of its e4m3 w2 are not covered",
+        ),
+        (
+            lambda mlp: _change_scales(
+                mlp.experts.linear_fc2, mlp.experts.linear_fc2.weight_scale.bfloat16()
+            ),
+            "the scales of its e4m3 w2 are not contiguous float32",
+        ),
+        (
+            lambda mlp: delattr(mlp.shared_experts.linear_fc1, "weight_scale"),
+            "its e4m3 shared_w1 has no scales",
+        ),
+    ],
+)
+def test_experts_whose_scales_no_kernel_takes_are_left_to_their_module(
+    change: Callable[[Any], None], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulator.install(monkeypatch)
+    model = experts_in_e4m3()
+    assert FusedDecoder(model).coverage.fused(MLP) == (1, 2)
+    change(model.decoder.layers[1].mlp)
+    found = FusedDecoder(model).coverage
+    assert found.fused(MLP) == (1,) and found.fused(ATTENTION) == (1, 2)
+    assert re.search(says, str([b.reason for b in found.blocks if b.reason])), found.blocks
 
 
 def test_ends_of_a_model_are_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
