@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ if HAS_TRITON:
         experts_alone,
         model_with_experts,
         settings,
+        tiles,
     )
 
     # A scale a row, of rows that are no multiple of 128; and groups of columns, of which a second
@@ -40,7 +42,11 @@ if HAS_TRITON:
         (
             MoeShape(64, 96, settings(6, 2), SWIGLU, shared=2),
             5,
-            {"gate": True, "scale_columns": ScaleColumns(32, 32, 64, 64)},
+            {
+                "tiles": tiles((32, 32), (16, 32, 2)),
+                "gate": True,
+                "scale_columns": ScaleColumns(32, 32, 64, 64),
+            },
         ),
         (
             MoeShape(128, 64, settings(6, 2, **DEEPSEEK), RELU2, shared=2, center=True),
@@ -62,6 +68,18 @@ def test_small_layers(
     if dtype is torch.float32:
         case.check()
     assert case.of_experts() < (1e-6 if dtype is torch.float32 else 2 * LIMIT)
+
+
+def test_a_step_has_one_scale() -> None:
+    def steps(*columns: int, inner: int = 96, shared: int = 2) -> tuple[int, int]:
+        shape = MoeShape(128, inner, settings(8, 2), SWIGLU, shared)
+        return replace(shape, scale_columns=ScaleColumns(*columns)).scale_steps
+
+    assert steps(128, 96, 128, 192) == (0, 0) == steps(128, 128, inner=128, shared=0)
+    assert steps(128, 96, 64, 192) == (64, 0) == steps(64, 96, 128, 192)
+    assert steps(128, 32, 128, 192) == (0, 32) == steps(128, 96, 128, 64)
+    assert steps(128, 64, 128, 128, inner=128) == (0, 64)
+    assert MoeShape(128, 96, settings(8, 2), SWIGLU, 2).scale_steps == (0, 0)
 
 
 def scale_columns(shape: Any, of_group: int | None) -> ScaleColumns:
