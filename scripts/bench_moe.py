@@ -9,7 +9,8 @@ the share of the floor, their bytes over the bandwidth that a copy reaches. ``la
 launches, as a step has them; ``one kernel`` is the same in one (``kernels/moe/row.py``), for rows
 that it takes, with its own error, also as three launches. ``error`` is the largest difference from
 the reference in units of the largest value; above 2e-2 the exit status is 1. ``--sweep`` times
-other tiles too and says which won.
+other tiles too and says which won. With ``--scale-columns N`` weights are e4m3, and N columns of a
+row share a scale, or with 0 all of them.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from megatron_async.kernels.gemm.tile_config import RMS_NORM
 from megatron_async.kernels.moe import row
 from megatron_async.kernels.moe.decode import MoeDecode, moe_decode_reference
 from megatron_async.kernels.moe.settings import ExpertActivation, RouterSettings
-from megatron_async.kernels.moe.shape import MoeShape, MoeWeights
+from megatron_async.kernels.moe.shape import MoeShape, MoeWeights, ScaleColumns
 from megatron_async.kernels.moe.tiles import (
     MoeTiles,
     Tile,
-    choose_tiles,
     padded_rows,
     shared_bytes,
 )
+from megatron_async.models.quantized.values import quantize
 
 EPS, ERROR_LIMIT, SM_SHARED_BYTES = 1e-6, 2e-2, 227 * 1024
 NORMED: dict[str, Any] = {"pre_softmax": True, "normalize": True}
@@ -65,6 +66,16 @@ LAYERS = {1: 6, 2: 5, 4: 4, 8: 3}
 """Layers that a graph goes round, by rows; 2 for more."""
 
 
+def with_scales(shape: MoeShape, columns: int | None) -> MoeShape:
+    """The shape with e4m3 weights, and a scale for ``columns`` of a row or 0 for each row; None
+    leaves it as it is."""
+    if columns is None:
+        return shape
+    rows = shape.hidden, shape.inner, shape.hidden, shape.shared * shape.inner
+    found = [columns or row for row in rows[: 4 if shape.shared else 2]]
+    return replace(shape, scale_columns=ScaleColumns(*found))
+
+
 class Layer(NamedTuple):
     """One layer's parameters and input, and the kernels with buffers of their own."""
 
@@ -90,6 +101,11 @@ def make_layer(shape: MoeShape, rows: int, device: torch.device, sm_count: int) 
         shared_w1=drawn(halves * shared, hidden, scale=hidden**-0.5) if shared else None,
         shared_w2=drawn(hidden, shared, scale=shared**-0.5) if shared else None,
     )
+    for name, columns in (shape.scale_columns or ScaleColumns(0, 0))._asdict().items():
+        weight = getattr(weights, name)
+        if shape.scale_columns is not None and weight is not None:
+            numbers, scale = quantize(weight, weight.shape[-1] // columns)
+            weights = weights._replace(**{name: numbers, f"{name}_scale": scale})
     x = drawn(rows, hidden)
     kernels = MoeDecode(shape, device, sm_count=sm_count, one_kernel=False)
     return Layer(weights, x, statistics_of(x, RMS_NORM, 16), kernels)
@@ -230,8 +246,14 @@ class Bench:
 
     @property
     def weight_bytes(self) -> tuple[float, float]:
-        """Bytes of the needed experts' weights: of the first GEMM and of the second."""
-        one = 2.0 * self.shape.hidden * self.shape.inner * self.experts
+        """Bytes of the needed experts' weights, without scales: of the first GEMM and of the
+        second."""
+        one = (
+            (2.0 if self.shape.scale_columns is None else 1.0)
+            * self.shape.hidden
+            * self.shape.inner
+            * self.experts
+        )
         return one * (2 if self.shape.activation.gated else 1), one
 
     def error(self) -> float:
@@ -262,13 +284,15 @@ class Bench:
     def sweep(self) -> None:
         """Other tiles, each launch by itself, and a layer with the best two."""
         own, padded = self.layers, padded_rows(self.rows)
-        fixed = choose_tiles(self.shape.hidden, self.shape.inner, padded, self.sm_count)
+        fixed = own[0].kernels.tiles(self.rows)
         first, second = self.weight_bytes
+        steps = self.shape.scale_steps
         times: dict[str, list[tuple[float, Tile]]] = {"up": [], "down": []}
-        for tile in up_tiles(padded):
+        for tile in (each for each in up_tiles(padded) if steps[0] % each.block_k == 0):
             self.layers = [with_tiles(layer, MoeTiles(tile, fixed.down)) for layer in own]
             times["up"].append((self.line(f"up    {short(tile)}", first, self.up), tile))
-        for tile in down_tiles(self.shape, padded, self.sm_count):
+        down = down_tiles(self.shape, padded, self.sm_count)
+        for tile in (each for each in down if steps[1] % each.block_k == 0):
             self.layers = [with_tiles(layer, MoeTiles(fixed.up, tile)) for layer in own]
             times["down"].append((self.line(f"down  {short(tile)}", second, self.down), tile))
         best = MoeTiles(*(min(found, key=lambda pair: pair[0])[1] for found in times.values()))
@@ -292,14 +316,16 @@ def main() -> int:
     parser.add_argument("--shape", default="qwen3-30b-a3b", choices=sorted(SHAPES))
     parser.add_argument("--rows", default="1,8,32,64", metavar="R,...")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--scale-columns", type=int, metavar="N")
     args = parser.parse_args()
+    shape = with_scales(SHAPES[args.shape], args.scale_columns)
     device, wrong = torch.device("cuda", torch.cuda.current_device()), False
     sm_count = torch.cuda.get_device_properties(device).multi_processor_count
     bandwidth = copy_bandwidth(device)
     print(f"{torch.cuda.get_device_name()}: a copy reaches {bandwidth / 1e12:.2f} TB/s")
     for rows in map(int, args.rows.split(",")):
         torch.manual_seed(rows)
-        bench = Bench(SHAPES[args.shape], rows, bandwidth, device, sm_count)
+        bench = Bench(shape, rows, bandwidth, device, sm_count)
         error = bench.error()
         print(f"\n{args.shape}, {rows} rows, {bench.experts:.1f} experts, error {error:.2g}")
         wrong |= not error < ERROR_LIMIT

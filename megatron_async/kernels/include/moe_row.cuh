@@ -5,9 +5,12 @@
 #define OWN_VECTORS ((VECTORS + THREADS - 1) / THREADS)
 #if W8
 typedef unsigned char Weight;
+typedef const float* Scales;
+#define SCALING , Scales w1_scale, Scales shared_w1_scale, Scales w2_scale, Scales shared_w2_scale
 #define IN_VECTOR 16  // weights
 #else
 typedef u16 Weight;
+#define SCALING
 #define IN_VECTOR 8
 #endif
 #define UP_VECTORS (H / IN_VECTOR)  // of a row of an expert's first weight

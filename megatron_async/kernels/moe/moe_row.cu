@@ -40,13 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const Weight* shared_w1, const Weight* w2, const u16* b2, const Weight* shared_w2, float limit,
             float offset, u32* launches, u32* logits, u32* activated, u32* claims, u32* ids, float* weights,
             u32* found, const u16* residual, u16* out, float2* stats_out, const u16* next_weight,
-            u16* scaled
-#if W8
-            ,
-            const float* w1_scale, const float* shared_w1_scale, const float* w2_scale,
-            const float* shared_w2_scale
-#endif
-            ) {
+            u16* scaled SCALING) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   RouterWeights own;
   if (ROUTES || GOES_UP) own.load(norm_weight, norm_bias, router, gate);

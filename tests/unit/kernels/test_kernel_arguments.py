@@ -19,7 +19,7 @@ from megatron_async.kernels.gemm.skinny_gemm import (
     WgmmaE4m3Arguments,
 )
 from megatron_async.kernels.gemm.tile_config import NO_NORM, RMS_NORM, STORE, TileConfig
-from megatron_async.kernels.moe.row import RowArguments
+from megatron_async.kernels.moe.row import RowArguments, RowScales
 from megatron_async.kernels.norm.embed import EmbedArguments, EmbedShareArguments
 from megatron_async.kernels.ranks.mailbox import MailboxArguments
 from megatron_async.kernels.ranks.peer_best import PeerBestArguments
@@ -44,33 +44,42 @@ POINTERS = {
     "u64": torch.int64, "int": torch.int32,
     "float": torch.float32, "float2": torch.float32, "float4": torch.float32,
 }  # fmt: skip
+SCALING = {
+    "skinny_gemm_mma": ("weight_scale",),
+    "moe_row": ("w1_scale", "shared_w1_scale", "w2_scale", "shared_w2_scale"),
+}
+"""What kernels read with e4m3 weights, behind all else."""
 """Elements of a tensor, by the C++ type that a kernel reads them as."""
+WEIGHTS = torch.bfloat16, torch.float8_e4m3fn
 VALUES = {"int": int, "float": float, "TensorMap": cuda.TensorMap}
 
 
-def parameters_of(
-    kernel: str, *, sends: bool = False, e4m3: bool = False
-) -> list[tuple[str, type, torch.dtype | None]]:
-    """Name, type and element type of the parameters in a kernel's source."""
+Parameter = tuple[str, type, tuple[torch.dtype, ...]]
+
+
+def parameters_of(kernel: str, *, sends: bool = False, e4m3: bool = False) -> list[Parameter]:
+    """Name, type and element types of the parameters in a kernel's source."""
     pattern = rf'extern "C" __global__.*?\b{kernel}\((.*?)\) \{{'
     (text,) = re.findall(pattern, cuda.own_text(kernel), re.DOTALL)
-    found: list[tuple[str, type, torch.dtype | None]] = []
-    text = text.replace(" SCALING", ", const float* weight_scale" if e4m3 else "")
+    found: list[Parameter] = []
+    scaling = "".join(f", const float* {name}" for name in SCALING.get(kernel, ()))
+    text = text.replace(" SCALING", scaling if e4m3 else "")
     text = text.replace(" SENDING", ", int place, const u32* launches, PEERS" if sends else "")
     text = text.replace("PEERS", ", ".join(f"u64* to_{place}" for place in range(8)))
     for parameter in text.split(","):
         words = parameter.replace("*", " * ").split()
         kind = next(word for word in words if word not in ("const", "__grid_constant__"))
         if "*" in words and e4m3 and kind == "char":
-            found.append((words[-1], torch.Tensor, torch.float8_e4m3fn))
+            found.append((words[-1], torch.Tensor, (torch.float8_e4m3fn,)))
         elif "*" in words:
-            found.append((words[-1], torch.Tensor, POINTERS[kind]))
+            of_kind = WEIGHTS if kind == "Weight" else (POINTERS[kind],)
+            found.append((words[-1], torch.Tensor, of_kind))
         else:
-            found.append((words[-1], VALUES[kind], None))
+            found.append((words[-1], VALUES[kind], ()))
     return found
 
 
-def fields(record: Any) -> list[tuple[str, type, torch.dtype | None]]:
+def fields(record: Any) -> list[Parameter]:
     return [field[:3] for field in cuda.fields_of(record)]
 
 
@@ -96,6 +105,11 @@ def test_gemms_with_e4m3_weights_have_their_scales_behind_the_others(sends: bool
     ):
         found = [field for each in (record, *further) for field in fields(each)]
         assert found == parameters_of(kernel, sends=sends, e4m3=True)
+
+
+def test_experts_in_e4m3_have_their_scales_behind_the_others() -> None:
+    found = [field for each in (RowArguments, RowScales) for field in fields(each)]
+    assert found == parameters_of("moe_row", e4m3=True)
 
 
 def good() -> EmbedArguments:
