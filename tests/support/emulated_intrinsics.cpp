@@ -404,6 +404,53 @@ u32 mul2(u32 a, u32 b) {
   return pack(product(a & 0xffff, b & 0xffff), product(a >> 16, b >> 16));
 }
 
+namespace emulator {
+// A number of `exponent` bits with this bias, and `mantissa` bits behind them; subnormal ones too.
+float number_of(u32 bits, int exponent, int mantissa, int bias) {
+  const int power = bits >> mantissa & ((1 << exponent) - 1);
+  const int digits = bits & ((1 << mantissa) - 1);
+  const float size = std::ldexp((float)(power ? digits | 1 << mantissa : digits),
+                                (power ? power : 1) - bias - mantissa);
+  return bits >> (exponent + mantissa) & 1 ? -size : size;
+}
+// The nearest of them to v, ties to even, by steps between them; it may be one too large.
+u32 nearest(float v, int exponent, int mantissa, int bias) {
+  const u32 sign = std::signbit(v) ? 1u << (exponent + mantissa) : 0;
+  int power;
+  std::frexp(v, &power);  // v is less than 2 ** power
+  power = std::max(power, 2 - bias);
+  const u32 steps = (u32)std::nearbyint(std::ldexp(std::fabs(v), mantissa + 1 - power));
+  return sign | (((u32)(power + bias - 2) << mantissa) + steps);
+}
+float float_of_half(u32 bits) {
+  bits &= 0xffff;
+  if ((bits & 0x7c00) == 0x7c00) {
+    if (bits & 0x3ff) return std::nanf("");
+    return bits >> 15 ? -INFINITY : INFINITY;
+  }
+  return number_of(bits, 5, 10, 15);
+}
+u32 round_to_half(float v) {
+  if (std::isnan(v)) return 0x7fff;
+  const u32 sign = std::signbit(v) ? 0x8000 : 0;
+  if (std::fabs(v) >= 65520.f) return sign | 0x7c00;
+  return nearest(v, 5, 10, 15);
+}
+u32 round_to_e4m3(float v) {
+  if (std::isnan(v)) return 0x7f;
+  return nearest(std::min(std::max(v, -448.f), 448.f), 4, 3, 7);
+}
+u32 half_of_e4m3(u32 byte) {
+  return (byte & 0x7f) == 0x7f ? 0x7fff : round_to_half(number_of(byte, 4, 3, 7));
+}
+}  // namespace emulator
+void halves_of_e4m3(u32 word, u32& first, u32& second) {
+  auto half = [&](int byte) { return half_of_e4m3(word >> 8 * byte & 0xff); };
+  first = half(0) | half(1) << 16, second = half(2) | half(3) << 16;
+}
+u32 narrow_e4m3(float lo, float hi) { return round_to_e4m3(lo) | round_to_e4m3(hi) << 8; }
+u32 pack_half(float lo, float hi) { return round_to_half(lo) | round_to_half(hi) << 16; }
+
 void copy16(u32 into, const void* from) { issue(into, from); }
 void copy16_or_zero(u32 into, const void* from, bool keep) { issue(into, keep ? from : nullptr); }
 void commit_copies() {
@@ -441,19 +488,27 @@ void tma_load(u32 into, const TensorMap& map, int a, int b, int c, int d, u32 ba
   load_tile(into, map.opaque, {a, b, c, d}, barrier);
 }
 
-void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+template <typename Number>
+void multiply_add(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, Number number) {
   struct Operands {
     u32 a[4], b[2];
   };
   const Operands* all = show(Operands{{a0, a1, a2, a3}, {b0, b1}});
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  auto half = [](u32 pair, int k) { return __uint_as_float(k % 2 ? pair & 0xffff0000u : pair << 16); };
+  auto half = [&](u32 pair, int k) { return number(k % 2 ? pair >> 16 : pair & 0xffff); };
   for (int j = 0; j < 4; j++)
     for (int k = 0; k < 16; k++) {
       const Operands& x = of_lane(all, g * 4 + k % 8 / 2);
       const Operands& w = of_lane(all, (2 * t + j % 2) * 4 + k % 8 / 2);
       c[j] += half(x.a[j / 2 + k / 8 * 2], k) * half(w.b[k / 8], k);
     }
+}
+
+void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  multiply_add(c, a0, a1, a2, a3, b0, b1, [](u32 bits) { return __uint_as_float(bits << 16); });
+}
+void mma_half(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  multiply_add(c, a0, a1, a2, a3, b0, b1, float_of_half);
 }
 
 void load_matrices(u32 (&r)[4], u32 at) {

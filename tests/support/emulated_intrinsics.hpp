@@ -156,6 +156,9 @@ u32 permute(u32 word, u32 which);
 float4 widen_four(u32 word);
 u32 pack(float lo, float hi);
 u32 mul2(u32 a, u32 b);
+void halves_of_e4m3(u32 word, u32& first, u32& second);
+u32 narrow_e4m3(float lo, float hi);
+u32 pack_half(float lo, float hi);
 
 inline void touch(const void* p) { emulator::checked((const u32*)p); }
 inline u32 shared_address(const void* p) { return (u32)((const char*)p - shared); }
@@ -208,6 +211,7 @@ inline void poll_peer(const u64* at, u64& a, u64& b) {
 void wait_a_little();
 
 void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1);
+void mma_half(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1);
 template <int COLUMNS>
 void wgmma(float (&d)[COLUMNS / 2], u32 a, u32 b) {
   emulator::wgmma(d, COLUMNS, a, b);

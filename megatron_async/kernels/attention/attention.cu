@@ -18,6 +18,10 @@
 //   SLIDING_WINDOW: tokens that a query sees, its own included; 0 is all. Tokens in front of these are
 //   not read: their blocks may be others' by now
 //   SOFT_CAP: the bits of an fp32 cap c, scores s become c * tanh(s / c); 0 is none
+//   E4M3 1: keys and values are kept as e4m3, a byte each, divided by their head's scale, a power of two,
+//   fp32 [2, KV_HEADS]. What they are multiplied with is float16, which has all numbers of e4m3: Hopper
+//   widens two with one instruction. A query is brought to float16's range by a power of two of its own
+//   (attention_kept.cuh). Those of this step are read as they are kept
 //   SHARES: the heads of a group are divided into so many items, each of which reads the keys and values
 //
 // A warp takes tiles of 16 tokens: scores[16 tokens x 8 heads] and out[D x 8 heads] with m16n8k16, for
@@ -30,8 +34,9 @@
 
 #define THREADS (32 * WARPS)
 #define PADDED (D <= 64 ? 64 : D <= 128 ? 128 : 256)
-#define ROW_BYTES (PADDED * 2)
-#define CHUNKS (D / 8)                     // of 16 bytes in a row
+#define KEPT_BYTES (2 - E4M3)              // of a number in the cache
+#define ROW_BYTES (PADDED * KEPT_BYTES)
+#define CHUNKS (D * KEPT_BYTES / 16)       // of 16 bytes in a row
 #define TILE_BYTES (16 * ROW_BYTES)
 #define STAGE_BYTES (2 * TILE_BYTES)       // keys, values
 #define RING_BYTES (ST * STAGE_BYTES)
@@ -39,7 +44,7 @@
 #define ITEM_HEADS (KV_HEADS * SHARES)     // items of a split
 #define QUERIES (WINDOW * HEADS)           // of an item: those of a token come one after the other
 #define EIGHTS ((QUERIES + 7) / 8)         // of queries
-#define Q_ROW (ROW_BYTES + 16)
+#define Q_ROW (PADDED * 2 + 16)
 #define Q_ROWS ((EIGHTS + 1) / 2 * 16)
 #define Q_IN_SHARED (WINDOW > 1 && EIGHTS > 1)  // not in registers: two CTAs would leave none
 #define NEW_ROWS (WINDOW > 8 ? 16 : WINDOW > 4 ? 8 : WINDOW > 2 ? 4 : WINDOW)
@@ -101,7 +106,7 @@ extern __shared__ __align__(128) char shared[];
 #define NOT_A_NUMBER __uint_as_float(0x7fc00000u)
 
 __device__ __forceinline__ u32 place(int row, int chunk) {
-  return row * ROW_BYTES + ((chunk ^ (row & 7)) * 16);
+  return row * ROW_BYTES + ((chunk ^ (ROW_BYTES < 128 ? row / 2 & 3 : row & 7)) * 16);
 }
 __device__ __forceinline__ void add(float4& sum, float weight, float4 part) {
   sum.x += weight * part.x, sum.y += weight * part.y;
@@ -123,12 +128,14 @@ __device__ __forceinline__ float weight_of(float m, float of) {
   return m == MINUS_INF ? 0.f : exp2f(m - of);
 }
 
+#include "attention_kept.cuh"
+
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS)
-    attention(const u16* qkv, u16* keys, u16* values, const i64* block_table, int columns,
+    attention(const u16* qkv, KEPT* keys, KEPT* values, const i64* block_table, int columns,
               const i64* slots, const i64* positions, const i64* slot_mapping,
               const float* cos_sin, const u16* q_weight, const u16* k_weight, float eps,
               float scale_log2, u16* out, int rows, float4* splits_out, float2* splits_stats,
-              u32* arrivals) {
+              u32* arrivals SCALES) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
   const u32 base = shared_address(shared);
@@ -247,9 +254,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     size_t at = ((size_t)(block * BLOCK + token % BLOCK) * KV_HEADS + item.head) * D;
     u32 into = ring + i % ST * STAGE_BYTES;
 #pragma unroll
-    for (int j = 0; j < CHUNKS / 2; j++) {
+    for (int j = 0; j < (CHUNKS + 1) / 2; j++) {
       int unit = lane + 32 * j, r = unit / CHUNKS, c = unit % CHUNKS;
-      size_t from = at + (size_t)r * KV_HEADS * D + c * 8;
+      if (CHUNKS % 2 && unit >= 16 * CHUNKS) break;
+      size_t from = at + (size_t)r * KV_HEADS * D + c * (16 / KEPT_BYTES);
 #if SLIDING_WINDOW
       bool keep = token + r < item.position && token + r >= EDGE(item.position);
 #else
@@ -299,6 +307,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     touch(q_weight + threadIdx.x * 64);
     touch(k_weight + threadIdx.x * 64);
   }
+#if E4M3
+  if (threadIdx.x < (2 * KV_HEADS + 31) / 32) touch(scales + threadIdx.x * 32);
+#endif
 
   wait_for_predecessor();
   release_successor();
@@ -332,8 +343,17 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         q[k][e][1] = *(const u32*)(at + 16);
       }
 
+#if E4M3
+    float factors[EIGHTS][2];  // of scores
+#pragma unroll
+    for (int e = 0; e < EIGHTS; e++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) factors[e][j] = factor_of(e * 8 + 2 * t + j);
+#endif
+
     // --- tiles ---------------------------------------------------------------------------------------
-    // Of queries 2t and 2t + 1 of each eight: elements g and g + 8 of every 16 of the output.
+    // Of queries 2t and 2t + 1 of each eight: elements g and g + 8 of every 16 of the output. Of e4m3 2g
+    // and 2g + 1.
     float o[D / 16][EIGHTS][4];
     float most[EIGHTS][2], total[EIGHTS][2];
 #pragma unroll
@@ -351,6 +371,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     // for all. With a sliding window, those in front of a query's edge weigh nothing either.
     auto attend = [&](u32 tile, u32 value_tile, int rows, int valid, bool is_new) {
       float s[EIGHTS][4];  // tokens g and g + 8
+      u32 kept[4];         // of two chunks that are next to each other
 #pragma unroll
       for (int e = 0; e < EIGHTS; e++)
 #pragma unroll
@@ -358,18 +379,18 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
       for (int k = 0; k < D / 16; k++) {
         u32 a[4];
-        load_matrices(a, tile + place((lane / 8 % 2 * 8 + lane % 8) & rows, k * 2 + lane / 16));
+        load_keys(a, kept, tile, (lane / 8 % 2 * 8 + lane % 8) & rows, k, lane / 16);
 #pragma unroll
         for (int e = 0; Q_IN_SHARED && e < EIGHTS; e += 2) {
           u32 b[4];
           load_matrices(b, base + Q_AT + ((e + lane / 16) * 8 + lane % 8) * Q_ROW +
                                (k * 2 + lane / 8 % 2) * 16);
-          mma(s[e], a[0], a[1], a[2], a[3], b[0], b[1]);
-          if (e + 1 < EIGHTS) mma(s[e + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+          MULTIPLY(s[e], a[0], a[1], a[2], a[3], b[0], b[1]);
+          if (e + 1 < EIGHTS) MULTIPLY(s[e + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
         }
 #pragma unroll
         for (int e = 0; !Q_IN_SHARED && e < EIGHTS; e++)
-          mma(s[e], a[0], a[1], a[2], a[3], q[k][e][0], q[k][e][1]);
+          MULTIPLY(s[e], a[0], a[1], a[2], a[3], q[k][e][0], q[k][e][1]);
       }
       float high[EIGHTS][2];
       bool rises = false;
@@ -380,8 +401,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
           float& upper = s[e][j];
           float& lower = s[e][j + 2];
           const int seen = WINDOW > 1 && is_new ? (e * 8 + 2 * t + j) / HEADS + 1 : valid;
-          upper = g < seen ? SCORE(upper * scale_log2) : MINUS_INF;
-          lower = g + 8 < seen ? SCORE(lower * scale_log2) : MINUS_INF;
+          upper = g < seen ? SCORE(upper * FACTOR) : MINUS_INF;
+          lower = g + 8 < seen ? SCORE(lower * FACTOR) : MINUS_INF;
 #if SLIDING_WINDOW
           int before = WINDOW > 1 ? (e * 8 + 2 * t + j) / HEADS : 0;  // of the query's tokens
 #if GAPS
@@ -423,15 +444,15 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
           total[e][j % 2] += s[e][j];
         }
         // From a token's heads to a head's tokens.
-        p[e][0] = transpose(pack(s[e][0], s[e][1]));
-        p[e][1] = transpose(pack(s[e][2], s[e][3]));
+        p[e][0] = transpose(PACK(s[e][0], s[e][1]));
+        p[e][1] = transpose(PACK(s[e][2], s[e][3]));
       }
 #pragma unroll
       for (int n = 0; n < D / 16; n++) {
         u32 a[4];
-        load_transposed(a, value_tile + place((lane / 16 * 8 + lane % 8) & rows, n * 2 + lane / 8 % 2));
+        load_values(a, kept, value_tile, (lane / 16 * 8 + lane % 8) & rows, n, lane / 8 % 2);
 #pragma unroll
-        for (int e = 0; e < EIGHTS; e++) mma(o[n][e], a[0], a[1], a[2], a[3], p[e][0], p[e][1]);
+        for (int e = 0; e < EIGHTS; e++) MULTIPLY(o[n][e], a[0], a[1], a[2], a[3], p[e][0], p[e][1]);
       }
     };
 
@@ -481,10 +502,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         for (int d = 4; d < 32; d <<= 1) total[e][j] += __shfl_xor_sync(~0u, total[e][j], d);
         const int r = e * 8 + 2 * t + j;
         if (r >= QUERIES) continue;
-        float* into = parts + (warp * QUERIES + r) * D + warp * (PART_GAP / 4) + g;
+        float* into = parts + (warp * QUERIES + r) * D + warp * (PART_GAP / 4) + FIRST_OF(g);
 #pragma unroll
-        for (int n = 0; n < D / 16; n++) into[n * 16] = o[n][e][j], into[n * 16 + 8] = o[n][e][j + 2];
-        if (g == 0) part_stats[warp * QUERIES + r] = make_float2(most[e][j], total[e][j]);
+        for (int n = 0; n < D / 16; n++)
+          into[n * 16] = o[n][e][j], into[n * 16 + SECOND] = o[n][e][j + 2];
+        if (g == 0) part_stats[warp * QUERIES + r] = make_float2(most[e][j], total[e][j] * VALUE_FACTOR);
       }
     __syncthreads();
     // A query's place in the output.

@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 
 from megatron_async.kernels import compile as cuda
-from megatron_async.kernels.compile import Bf16, Fp32, Int32, Int64, kernel
+from megatron_async.kernels.attention.decode_arguments import (
+    AttentionArguments,
+    E4m3AttentionArguments,
+)
+from megatron_async.kernels.attention.e4m3_cache import E4M3
+from megatron_async.kernels.compile import kernel
 from megatron_async.kernels.gemm.tile_config import MAX_CLUSTER, padded
 from megatron_async.kernels.shared_memory import HOPPER_BYTES, STATIC_BYTES, block_limit
 
@@ -24,6 +29,7 @@ WARPS_OF_FEW = 8
 MAX_ELEMENTS = 3600
 """Elements of a group's heads: with more, only half as many warps have room for their sums."""
 STAGES = 2
+"""Tiles of a warp that are on their way; twice as many of e4m3, which take as much memory."""
 MIN_SHARED_BYTES = 78 * 1024
 """Two CTAs on an SM, not three."""
 CTAS_PER_SM = 2
@@ -86,12 +92,13 @@ def unsupported(
 def shared_bytes(macros: Mapping[str, int]) -> int:
     """What a CTA of ``attention.cu`` with these macros takes, as its source says it."""
     dim, warps, window, cluster = (macros[name] for name in ("D", "WARPS", "WINDOW", "CLUSTER"))
-    row = 2 * (64 if dim <= 64 else 128 if dim <= 128 else 256)
+    padded_dim = 64 if dim <= 64 else 128 if dim <= 128 else 256
+    row = padded_dim * (2 - macros["E4M3"])
     rings = warps * macros["ST"] * 2 * TILE * row
     queries = window * macros["GROUP"] // macros["SHARES"]
     new_rows = 16 if window > 8 else 8 if window > 4 else 4 if window > 2 else window
     query_rows = (-(-queries // 8) + 1) // 2 * 16
-    parts_at = rings + 2 * new_rows * row + query_rows * (row + 16)
+    parts_at = rings + 2 * new_rows * row + query_rows * (2 * padded_dim + 16)
     parts, sums = warps * queries * dim * 4, queries * dim * 8 if cluster > 1 else 0
     room = (96 if macros["LANE_ROWS"] > 1 else 72) * 1024
     if window > 1 and rings + parts + sums > room:
@@ -139,34 +146,12 @@ def kv_splits(tokens: int, cluster: int, split_tokens: int) -> int:
     return min(MAX_SPLITS, -(-tokens // (split_tokens * cluster)))
 
 
-class AttentionArguments(NamedTuple):
-    """Parameters of ``attention.cu``, in order."""
-
-    qkv: Bf16
-    keys: Bf16
-    values: Bf16
-    block_table: Int64
-    columns: int
-    slots: Int64
-    positions: Int64
-    slot_mapping: Int64
-    cos_sin: Fp32 | None
-    q_weight: Bf16 | None
-    k_weight: Bf16 | None
-    eps: float
-    scale_log2: float
-    out: Bf16
-    rows: int
-    splits_out: Fp32
-    splits_stats: Fp32
-    arrivals: Int32
-
-
 class Heads(NamedTuple):
     """What the attention of a model's layers is like: ``group`` query heads of each KV head, norms
     of heads, rotation; ``window`` tokens of each row, and ``gaps`` where there may be padding in
     front of them too. A query sees the last ``sliding_window`` tokens, its own included, and its
-    scores are capped at ``soft_cap``; 0 is without. Layers of one model may differ in these."""
+    scores are capped at ``soft_cap``; 0 is without. Layers of one model may differ in these. With
+    ``e4m3`` the cache is of that (``e4m3_cache.py``)."""
 
     head_dim: int
     group: int
@@ -178,6 +163,7 @@ class Heads(NamedTuple):
     gaps: bool = False
     sliding_window: int = 0
     soft_cap: float = 0.0
+    e4m3: bool = False
 
     def limited(self, limits: Mapping[str, Any]) -> Heads:
         """The heads with a layer's ``window`` and ``soft_cap`` (``models/layers/attention.py``)."""
@@ -206,8 +192,9 @@ class Heads(NamedTuple):
         """Macros of ``attention.cu`` that say what it takes of shared memory at least."""
         return {
             "D": self.head_dim, "GROUP": self.group, "SHARES": self.shares, "WINDOW": self.window,
-            "WARPS": warps, "ST": STAGES, "CLUSTER": cluster, "MAX_SPLITS": max_splits,
-            "LANE_ROWS": lane_rows, "MIN_SHARED": 0,
+            "WARPS": warps, "ST": STAGES * (1 + self.e4m3), "CLUSTER": cluster,
+            "MAX_SPLITS": max_splits, "LANE_ROWS": lane_rows, "MIN_SHARED": 0,
+            "E4M3": int(self.e4m3),
         }  # fmt: skip
 
     def defines(
@@ -259,7 +246,7 @@ def heads_of(
 
     Args:
         packed: ``[R * window, kv_heads * (group + 2) * head_dim]``.
-        kv_cache: ``[layers, 2, blocks, block_size, kv_heads, head_dim]``.
+        kv_cache: ``[layers, 2, blocks, block_size, kv_heads, head_dim]``, bfloat16 or e4m3.
         cos_sin: fp32 ``[positions, 2, pairs]``.
         window, gaps: tokens of each row, see :class:`Heads`.
         limits: ``window``, ``soft_cap`` and ``sinks`` of a layer that has them.
@@ -269,8 +256,10 @@ def heads_of(
         return None
     tokens, width = packed.shape
     block_size, kv_heads, head_dim = kv_cache.shape[3:]
-    tensors = (packed, kv_cache, q_weight, k_weight)
+    tensors = (packed, q_weight, k_weight)
     if any(x is not None and x.dtype != torch.bfloat16 for x in tensors):
+        return None
+    if kv_cache.dtype not in (torch.bfloat16, E4M3):
         return None
     if tokens % window or tokens // window > MOST_ROWS:
         return None
@@ -284,7 +273,7 @@ def heads_of(
         return None
     return Heads(
         head_dim, group, kv_heads, block_size, q_weight is not None, cos_sin is not None, window,
-        gaps and window > 1,
+        gaps and window > 1, e4m3=kv_cache.dtype == E4M3,
     ).limited(limits)  # fmt: skip
 
 
@@ -321,6 +310,7 @@ class DecodeAttention:
         splits = kv_splits(read, self._cluster, macros["SPLIT_TOKENS"])
         resident = max(1, CTAS_PER_SM * sm_count // self._cluster)
         self._window = heads.window
+        self._is_e4m3 = heads.e4m3
         items = rows * heads.kv_heads * heads.shares
         self._clusters = min(resident, items * splits)
         queries = rows * heads.kv_heads * heads.group * heads.window
@@ -356,6 +346,7 @@ class DecodeAttention:
         q_weight: Tensor | None = None,
         k_weight: Tensor | None = None,
         eps: float = 0.0,
+        scales: Tensor | None = None,
     ) -> None:
         """Append the tokens' keys and values and attend: all bfloat16, contiguous.
 
@@ -366,17 +357,20 @@ class DecodeAttention:
 
         Args:
             qkv: ``[T, kv_heads * (group + 2) * head_dim]`` in megatron's order.
-            keys, values: ``[blocks, block_size, kv_heads, head_dim]`` of one layer.
+            keys, values: ``[blocks, block_size, kv_heads, head_dim]`` of one layer, or e4m3.
             block_table: int64 ``[slots, columns]``.
             slots, position_ids, slot_mapping: int64 ``[T]``.
             out: ``[T, kv_heads * group * head_dim]``; of padding anything finite.
             cos_sin: fp32 ``[positions, 2, head_dim / 2]``.
+            scales: of keys and values in e4m3, contiguous fp32 ``[2, kv_heads]``.
         """
-        arguments = AttentionArguments(
+        arguments: AttentionArguments | E4m3AttentionArguments = AttentionArguments(
             qkv, keys, values, block_table, block_table.stride(0), slots, position_ids,
             slot_mapping, cos_sin, q_weight, k_weight, float(eps),
             float(scale * 1.4426950408889634), out, qkv.shape[0] // self._window, *self.workspace,
         )  # fmt: skip
+        if self._is_e4m3:
+            arguments = E4m3AttentionArguments(*arguments, scales)  # type: ignore[arg-type]
         self._kernel.launch((self._cluster * self._clusters, 1, 1), arguments)
 
 

@@ -4,6 +4,9 @@
     const size_t row_head = (size_t)item.row * ITEM_HEADS + item.head, out_head = row_head;
     const bool takes_new = rank == CLUSTER - 1 && item.split == item.splits - 1;
     const size_t append_at = ((size_t)load_l2(slot_mapping + item.row) * KV_HEADS + item.head) * D;
+#if E4M3
+    const float key_scale = scales[item.head], value_factor = 1.f / scales[KV_HEADS + item.head];
+#endif
     const u16* packed = qkv + row_head * (GROUP + 2) * D;
     const int vectors = takes_new ? GROUP + 2 : GROUP;
     // All loads of a warp are on their way at once: elements i and i + D / 2 of its vectors, and what
@@ -15,7 +18,7 @@
     for (int n = 0; n < EACH; n++) {
       const int vector = warp + n * WARPS;
       const u16* from = packed + vector * D;
-      if (vector == GROUP + 1 && takes_new && lane < CHUNKS) value = load_l2_vec(from + lane * 8);
+      if (vector == GROUP + 1 && takes_new && lane < D / 8) value = load_l2_vec(from + lane * 8);
 #pragma unroll
       for (int j = 0; j < STEPS; j++) {
         const int i = lane + 32 * j;
@@ -37,6 +40,15 @@
       const int vector = warp + n * WARPS;
       if (vector >= vectors) continue;
       if (vector == GROUP + 1) {
+#if E4M3
+        if (lane < D / 8) {
+          auto pair = [&](u32 of) { return narrow_e4m3(low(of) * value_factor, high(of) * value_factor); };
+          const u64 kept = (u64)(pair(value.z) | pair(value.w) << 16) << 32 | pair(value.x) | pair(value.y) << 16;
+          *(u64*)&kept_at(NEW_VALUES_AT, 0, lane * 8) = kept;
+          *(u64*)(values + append_at + lane * 8) = kept;
+        }
+        continue;
+#endif
         if (lane < CHUNKS) {
           store_shared(base + NEW_VALUES_AT + place(0, lane), value);
           *(Vec*)(values + append_at + lane * 8) = value;
@@ -68,6 +80,15 @@
           x = narrow(a[n][j] * cosines[j] - b[n][j] * sines[j]);
           y = narrow(b[n][j] * cosines[j] + a[n][j] * sines[j]);
         }
+#if E4M3
+        a[n][j] = widen(x), b[n][j] = widen(y);
+        if (vector == GROUP) {
+          const u32 pair = narrow_e4m3(widen(x) / key_scale, widen(y) / key_scale);
+          kept_at(NEW_AT, 0, i) = keys[append_at + i] = (u8)pair;
+          kept_at(NEW_AT, 0, i + D / 2) = keys[append_at + i + D / 2] = (u8)(pair >> 8);
+        }
+        continue;
+#endif
         if (vector < GROUP) {
           u16* q = (u16*)(shared + Q_AT + vector * Q_ROW);
           q[i] = x, q[i + D / 2] = y;
@@ -79,4 +100,7 @@
           keys[append_at + i + D / 2] = y;
         }
       }
+#if E4M3
+      if (vector < GROUP) store_query_half(vector, a[n], b[n], scale_log2 * key_scale);
+#endif
     }

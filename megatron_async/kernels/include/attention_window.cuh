@@ -6,6 +6,9 @@
     const size_t out_head = (size_t)item.row * WINDOW * ITEM_HEADS + item_head;
     const bool takes_new = rank == CLUSTER - 1 && item.split == item.splits - 1;
     const int row = item.row;
+#if E4M3
+    const float key_scale = scales[item.head], value_factor = 1.f / scales[KV_HEADS + item.head];
+#endif
     auto read = [&](const u16* from, float (&a)[STEPS], float (&b)[STEPS]) {
 #pragma unroll
       for (int j = 0; j < STEPS; j++) {
@@ -69,19 +72,30 @@
         bool is_broken = false;
         if (is_value) {
 #pragma unroll
-          for (int j = 0; j < STEPS; j++) is_broken |= !(is_finite(a[n][j]) && is_finite(b[n][j]));
+          for (int j = 0; j < STEPS; j++) is_broken |= !(IS_SOUND(a[n][j]) && IS_SOUND(b[n][j]));
           is_broken = __any_sync(~0u, is_broken);
           if (lane == 0) *(u32*)(shared + BROKEN_AT + token * 4) = is_broken;
         } else if (NORM) {
           norm(is_query ? q_weight : k_weight, a[n], b[n]);
         }
-        u16* into = (is_value ? values : keys) + ((size_t)own_slot * KV_HEADS + item.head) * D;
+        KEPT* into = (is_value ? values : keys) + ((size_t)own_slot * KV_HEADS + item.head) * D;
 #pragma unroll
         for (int j = 0; j < STEPS; j++) {
           int i = lane + 32 * j;
           if (i >= D / 2) continue;
           u16 x = narrow(a[n][j]), y = narrow(b[n][j]);
           if (ROPE && !is_value) rotate(i, own_position, a[n][j], b[n][j], x, y);
+#if E4M3
+          a[n][j] = widen(x), b[n][j] = widen(y);
+          if (is_query) continue;
+          const float by = is_value ? value_factor : 1.f / key_scale;
+          u32 pair = narrow_e4m3(a[n][j] * by, b[n][j] * by);
+          if (item.share == 0) into[i] = (u8)pair, into[i + D / 2] = (u8)(pair >> 8);
+          if (is_broken) pair = 0;
+          const int tile = is_value ? NEW_VALUES_AT : NEW_AT;
+          kept_at(tile, token, i) = (u8)pair, kept_at(tile, token, i + D / 2) = (u8)(pair >> 8);
+          continue;
+#endif
           if (is_query) {
             store_query(vector, i, x, y);
             continue;
@@ -90,5 +104,8 @@
           if (is_broken) x = y = 0;
           store_new(is_value ? NEW_VALUES_AT : NEW_AT, token, i, x, y);
         }
+#if E4M3
+        if (is_query) store_query_half(vector, a[n], b[n], scale_log2 * key_scale);
+#endif
       }
     }

@@ -71,6 +71,39 @@ __device__ __forceinline__ float4 widen_four(u32 word) {
   return v;
 }
 #endif
+#if E4M3
+// Four numbers of e4m3, a byte each, as float16: exactly, and NaN stays NaN.
+__device__ __forceinline__ void halves_of_e4m3(u32 word, u32& first, u32& second) {
+  asm("{\n.reg .b16 lower, upper;\nmov.b32 {lower, upper}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, lower;\ncvt.rn.f16x2.e4m3x2 %1, upper;\n}"
+      : "=r"(first), "=r"(second)
+      : "r"(word));
+}
+// The nearest two of e4m3, at most 448 in size; NaN stays NaN.
+__device__ __forceinline__ u32 narrow_e4m3(float lo, float hi) {
+  u16 r;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+// Bytes of a word, from the lowest on, which a digit of `which` says.
+__device__ __forceinline__ u32 permute(u32 word, u32 which) {
+  u32 r;
+  asm("prmt.b32 %0, %1, %1, %2;" : "=r"(r) : "r"(word), "r"(which));
+  return r;
+}
+__device__ __forceinline__ u32 pack_half(float lo, float hi) {
+  u32 r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+// c[16x8] += a[16x16] b[16x8], float16 in, fp32 out.
+__device__ __forceinline__ void mma_half(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+#endif
 
 // Bulk copies report the bytes that arrived to a barrier in shared memory. Its phases alternate in
 // parity, from 0 on; one ends when all bytes that its one arrival announced are there.

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from megatron_async.kernels import compile as cuda
-from megatron_async.kernels.attention.decode_attention import AttentionArguments
+from megatron_async.kernels.attention.decode_arguments import (
+    AttentionArguments,
+    E4m3AttentionArguments,
+)
 from megatron_async.kernels.gemm.skinny_gemm import (
     E4m3Arguments,
     MmaArguments,
@@ -44,12 +47,13 @@ POINTERS = {
     "u64": torch.int64, "int": torch.int32,
     "float": torch.float32, "float2": torch.float32, "float4": torch.float32,
 }  # fmt: skip
+"""Elements of a tensor, by the C++ type that a kernel reads them as."""
 SCALING = {
     "skinny_gemm_mma": ("weight_scale",),
+    "skinny_gemm_wgmma": ("weight_scale",),
     "moe_row": ("w1_scale", "shared_w1_scale", "w2_scale", "shared_w2_scale"),
 }
-"""What kernels read with e4m3 weights, behind all else."""
-"""Elements of a tensor, by the C++ type that a kernel reads them as."""
+"""What kernels read with e4m3 weights, where their text says SCALING."""
 WEIGHTS = torch.bfloat16, torch.float8_e4m3fn
 VALUES = {"int": int, "float": float, "TensorMap": cuda.TensorMap}
 
@@ -64,6 +68,8 @@ def parameters_of(kernel: str, *, sends: bool = False, e4m3: bool = False) -> li
     found: list[Parameter] = []
     scaling = "".join(f", const float* {name}" for name in SCALING.get(kernel, ()))
     text = text.replace(" SCALING", scaling if e4m3 else "")
+    text = text.replace(" SCALES", ", const float* scales" if e4m3 else "")
+    text = text.replace("KEPT*", "char*" if e4m3 else "u16*")
     text = text.replace(" SENDING", ", int place, const u32* launches, PEERS" if sends else "")
     text = text.replace("PEERS", ", ".join(f"u64* to_{place}" for place in range(8)))
     for parameter in text.split(","):
@@ -110,6 +116,10 @@ def test_gemms_with_e4m3_weights_have_their_scales_behind_the_others(sends: bool
 def test_experts_in_e4m3_have_their_scales_behind_the_others() -> None:
     found = [field for each in (RowArguments, RowScales) for field in fields(each)]
     assert found == parameters_of("moe_row", e4m3=True)
+
+
+def test_attention_over_e4m3_has_its_scales_behind_the_others() -> None:
+    assert fields(E4m3AttentionArguments) == parameters_of("attention", e4m3=True)
 
 
 def good() -> EmbedArguments:

@@ -15,11 +15,11 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_async.kernels.attention import decode_attention
 from megatron_async.kernels.attention.decode_attention import DecodeAttentions, Heads
+from megatron_async.kernels.attention.e4m3_cache import E4M3
 from megatron_async.kernels.gemm.tile_config import STORE, padded
 from megatron_async.models.fused.blocks.gemms import SkinnyGemms, Work, missing
 from megatron_async.models.fused.blocks.kernel_parameters import norm_kind, norm_of, scale_of
@@ -103,12 +103,7 @@ class AttentionBlock:
         )  # fmt: skip
         q_weight, k_weight, eps = self._head_norms
         window = context.window
-        if (
-            window is None
-            or rows % window
-            or not _is_read(context)
-            or self._unsupported(context, window) is not None
-        ):
+        if window is None or rows % window or self._unsupported(context, window) is not None:
             out = context.attend_packed(
                 self._index, qkv, self._scale, self._rotary, q_weight, k_weight, eps,
                 **self._limits,
@@ -120,6 +115,7 @@ class AttentionBlock:
             qkv, keys, values, context.block_table, context.token_slots, step.position_ids,
             context.slot_mapping, attended, scale=self._scale, cos_sin=self._rotary,
             q_weight=q_weight, k_weight=k_weight, eps=eps,
+            scales=None if context.scales is None else context.scales[self._index],
         )  # fmt: skip
         return self._projection(attended, residual, reader)
 
@@ -138,13 +134,13 @@ class AttentionBlock:
         gaps, most = window is not None, padded(rows)
         window = window or tokens_of_row(context)
         reason = self._unsupported(context, window)
-        if reason is None and _is_read(context):
+        if reason is None:
             heads, gemms = self._heads_in(context, window, gaps=gaps), self._kernels
             macros = heads.defines(
                 padded(rows // window), capacity(context), gemms.sm_count, limit=gemms.limit
             )
             yield "attention", macros
-        elif reason is not None:
+        else:
             _log_no_windows(reason)
         if missing(self._gemms, most) is None:
             yield self._kernels.work(self._qkv_gemm, most)
@@ -161,14 +157,8 @@ class AttentionBlock:
         return Heads(
             self._head_dim, self._heads // self._kv_heads, self._kv_heads,
             context.block_size_tokens, self._head_norms[0] is not None, self._rotary is not None,
-            window, gaps and window > 1,
+            window, gaps and window > 1, e4m3=context.kv_cache.dtype == E4M3,
         ).limited(self._limits)  # fmt: skip
-
-
-def _is_read(context: Any) -> bool:
-    """Whether one kernel attends to the cache of such a context: to one of e4m3 those in Triton do
-    (``runner/memory/cache_attention.py``)."""
-    return bool(context.kv_cache.dtype == torch.bfloat16)
 
 
 def tokens_of_row(context: Any) -> int:
