@@ -416,6 +416,7 @@ float number_of(u32 bits, int exponent, int mantissa, int bias) {
 // The nearest of them to v, ties to even, by steps between them; it may be one too large.
 u32 nearest(float v, int exponent, int mantissa, int bias) {
   const u32 sign = std::signbit(v) ? 1u << (exponent + mantissa) : 0;
+  if (v == 0.f) return sign;
   int power;
   std::frexp(v, &power);  // v is less than 2 ** power
   power = std::max(power, 2 - bias);

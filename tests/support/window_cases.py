@@ -10,10 +10,14 @@ import torch
 from torch import Tensor
 
 from megatron_async.kernels.attention.decode_attention import DecodeAttention, Heads
+from megatron_async.kernels.attention.e4m3_cache import E4M3, encode
 from megatron_async.kernels.attention.paged_decode import paged_decode_attention_reference
 from megatron_async.kernels.attention.rope_append import rope_append_reference
 
 KV_HEADS, EPS = 2, 1e-6
+SCALES = [[2.0**-6, 2.0**-9], [2.0**-8, 2.0**-4]]
+"""Of keys and of values in e4m3, by head: some numbers of a standard normal distribution are too
+large for one, and some subnormal for another."""
 
 
 class Row(NamedTuple):
@@ -31,6 +35,7 @@ class WindowCase:
 
     Args:
         shape: head dimension, heads of a group, block size, norms of heads, rotation.
+        e4m3: the cache is of that, with :data:`SCALES`.
     """
 
     def __init__(
@@ -41,10 +46,14 @@ class WindowCase:
         rows: list[Row],
         seed: int = 0,
         limits: dict[str, Any] | None = None,
+        *,
+        e4m3: bool = False,
     ) -> None:
         head_dim, group, block_size, norm, rope = shape
         gaps = any(row.gap for row in rows)
-        self.heads = Heads(head_dim, group, KV_HEADS, block_size, norm, rope, window, gaps)
+        self.heads = Heads(
+            head_dim, group, KV_HEADS, block_size, norm, rope, window, gaps, e4m3=e4m3
+        )
         self.limits = limits or {}
         self.heads = self.heads.limited(self.limits)
         self.rows, self.window, self.device = rows, window, device
@@ -83,6 +92,10 @@ class WindowCase:
             self.cache[:, self.table[slot][at // block_size], at % block_size] = past
             if "window" in self.limits:
                 self._forget(slot, row.length + 1 - self.limits["window"], block_size)
+        self.scales: Tensor | None = None
+        if e4m3:
+            self.scales = torch.tensor(SCALES, device=device)
+            self.cache = encoded(self.cache, self.scales)
         self.packed = draw(len(rows) * window, KV_HEADS * (group + 2) * head_dim)
         self.norms: tuple[Tensor | None, Tensor | None] = (None, None)
         if norm:
@@ -114,7 +127,7 @@ class WindowCase:
         kernel(
             self.packed, keys, values, self.table, self.slots, self.positions, self.mapping, out,
             scale=self.scale, cos_sin=self.cos_sin, q_weight=self.norms[0],
-            k_weight=self.norms[1], eps=EPS,
+            k_weight=self.norms[1], eps=EPS, scales=self.scales,
         )  # fmt: skip
         return out
 
@@ -122,19 +135,45 @@ class WindowCase:
         """What :meth:`attend` gives, and the cache behind it: keys and values of all tokens are
         appended, then each token attends as a row of its own, in float64. Queries and keys are
         rounded to bfloat16 before, which would else be most of the difference."""
+        query, cache = self._appended()
+        return self._over(query, cache), cache
+
+    def wanted_over(self, cache: Tensor) -> Tensor:
+        """The same over a cache that has the keys and values of all tokens."""
+        return self._over(self._appended()[0], cache)
+
+    def _appended(self) -> tuple[Tensor, Tensor]:
+        """Queries, and the cache."""
         cache = self.cache.clone()
         keys, values = cache
         query = rope_append_reference(
-            self.packed, keys, values, self.mapping, self.positions, self.cos_sin, *self.norms, EPS
-        )
+            self.packed, keys, values, self.mapping, self.positions, self.cos_sin, *self.norms, EPS,
+            self.scales,
+        )  # fmt: skip
+        return query, cache
+
+    def _over(self, query: Tensor, cache: Tensor) -> Tensor:
         keys, values = cache.double()
-        out = paged_decode_attention_reference(
+        if self.scales is not None:
+            scales = self.scales.double()[..., None]
+            keys, values = keys * scales[0], values * scales[1]
+        return paged_decode_attention_reference(
             query.double(), keys, values, self.table, self.positions + 1, self.scale, self.slots,
             **self.limits,
         )  # fmt: skip
-        return out, cache
 
     @property
     def counted(self) -> Tensor:
         """Tokens whose result means something, bool ``[T]``."""
         return self.valid & ~self.dead
+
+
+def encoded(cache: Tensor, scales: Tensor) -> Tensor:
+    """Keys and values ``[2, ..., heads, head_dim]`` as e4m3, with scales ``[2, heads]``."""
+    parts = [encode(x, scale).view(torch.uint8) for x, scale in zip(cache, scales, strict=True)]
+    return torch.stack(parts).view(E4M3)
+
+
+def bits(cache: Tensor) -> Tensor:
+    """A cache as integers of its width."""
+    return cache.view(torch.uint8 if cache.dtype == E4M3 else torch.int16)

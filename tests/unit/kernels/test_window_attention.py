@@ -24,7 +24,7 @@ from tests.support.decode_rig import small
 from tests.support.drafting_model import DraftingHashModel
 from tests.support.engines import hash_engine, sampling_params
 from tests.support.oracle import Ask
-from tests.support.window_cases import Row, WindowCase
+from tests.support.window_cases import Row, WindowCase, bits
 from tests.unit.models.test_forward_accuracy import TOLERANCE, Rig
 
 pytestmark = pytest.mark.sweep
@@ -72,6 +72,16 @@ _GPU = [
         *((1, 2048, _LENGTHS), (8, 2048, _LENGTHS), (2, 64, _BORDERS), (1, 64, _WIDE)),
     )
 ]
+_STEPS = [(1, 2048, _LENGTHS), (8, 2048, _LENGTHS), (2, 64, _BORDERS), (1, 64, _WIDE)]
+_GPU_E4M3 = [
+    ((head_dim, group, block_size, norm, True), window, *_STEPS[(n + window) % 4])
+    for n, (head_dim, group, block_size, norm) in enumerate([
+        (64, 1, 16, True), (64, 8, 64, False), (80, 2, 16, True), (96, 3, 32, False),
+        (112, 4, 64, True), (128, 2, 64, True), (128, 4, 16, False), (128, 8, 64, False),
+        (192, 4, 16, True), (256, 1, 16, False),
+    ])
+    for window in (1, 2, 4, 5)
+]  # fmt: skip
 LIMITS: list[dict[str, Any]] = [
     {"window": 1},
     {"window": 17},
@@ -80,6 +90,7 @@ LIMITS: list[dict[str, Any]] = [
     {"soft_cap": 0.7},
 ]
 """Attention windows smaller and larger than contexts, drafted windows and tiles."""
+CAPPED: dict[str, Any] = {"window": 17, "soft_cap": 0.7}
 CLOSE = 5e-3
 """Error that rounding of the weights and of the output brings."""
 SMALL = (32, 3, 16, True, True)
@@ -88,24 +99,37 @@ WIDE_SMALL, WIDE_LENGTHS = (32, 1, 16, False, True), [(7 * row) % 33 for row in 
 
 
 @on_both(
-    *("shape", "window", "cluster", "split_tokens", "lengths", "make_rows", "limits"),
-    gpu=[(*each, rows_of, {}) for each in _GPU]
-    + [(*each, rows_with_gaps, {}) for each in _GPU if each[1] > 1]
+    *("shape", "window", "cluster", "split_tokens", "lengths", "make_rows", "limits", "e4m3"),
+    gpu=[(*each, rows_of, {}, False) for each in _GPU]
+    + [(*each, rows_with_gaps, {}, False) for each in _GPU if each[1] > 1]
     + [
-        (*each, rows_with_gaps if n % 2 and each[1] > 1 else rows_of, LIMITS[n % len(LIMITS)])
+        (*each, rows_with_gaps if n % 2 and each[1] > 1 else rows_of, limits, False)
         for n, each in enumerate(_GPU[::3])
+        for limits in [LIMITS[n % len(LIMITS)]]
+    ]
+    + [
+        (*each, rows_with_gaps if n % 3 and each[1] > 1 else rows_of, limits, True)
+        for n, each in enumerate(_GPU_E4M3)
+        for limits in [({}, *LIMITS)[n % 6]]
     ],
     small=[
-        ((128, 4, 16, False, True), 4, 2, 2048, [33], rows_of, {}),
-        (LONG, 5, 1, 64, [126], rows_of, {}),
-        (SMALL, 4, 4, 16, [14, 63], rows_of, {}),
-        (WIDE_SMALL, 2, 1, 1024, WIDE_LENGTHS, rows_of, {}),
-        (LONG, 3, 1, 64, [0, 126], rows_with_gaps, {}),
-        (SMALL, 4, 4, 16, [0, 63], rows_with_gaps, {}),
-        (WIDE_SMALL, 2, 1, 1024, WIDE_LENGTHS[:20], rows_with_gaps, {}),
-        (MANY, 1, 2, 16, [0, 15, 16, 69, 70, 200], rows_of, {"window": 70}),
-        (LONG, 3, 1, 64, [0, 126], rows_with_gaps, {"window": 2}),
-        (WIDE_SMALL, 2, 1, 1024, WIDE_LENGTHS[:20], rows_of, {"window": 17, "soft_cap": 0.7}),
+        ((128, 4, 16, False, True), 4, 2, 2048, [33], rows_of, {}, False),
+        (LONG, 5, 1, 64, [126], rows_of, {}, False),
+        (SMALL, 4, 4, 16, [14, 63], rows_of, {}, False),
+        (WIDE_SMALL, 2, 1, 1024, WIDE_LENGTHS, rows_of, {}, False),
+        (LONG, 3, 1, 64, [0, 126], rows_with_gaps, {}, False),
+        (SMALL, 4, 4, 16, [0, 63], rows_with_gaps, {}, False),
+        (WIDE_SMALL, 2, 1, 1024, WIDE_LENGTHS[:20], rows_with_gaps, {}, False),
+        (MANY, 1, 2, 16, [0, 15, 16, 69, 70, 200], rows_of, {"window": 70}, False),
+        (LONG, 3, 1, 64, [0, 126], rows_with_gaps, {"window": 2}, False),
+        (WIDE_SMALL, 2, 1, 1024, WIDE_LENGTHS[:20], rows_of, CAPPED, False),
+        ((128, 4, 16, True, True), 1, 2, 2048, [0, 1, 15, 17, 200], rows_of, {}, True),
+        ((80, 3, 16, False, True), 1, 1, 64, [0, 15, 16, 200], rows_of, {"window": 70}, True),
+        ((256, 1, 16, True, True), 2, 2, 64, [0, 70], rows_of, {}, True),
+        (LONG, 5, 1, 64, [126], rows_of, {}, True),
+        (SMALL, 4, 4, 16, [0, 63], rows_with_gaps, {}, True),
+        (LONG, 3, 1, 64, [0, 126], rows_with_gaps, {"window": 2}, True),
+        (WIDE_SMALL, 2, 1, 1024, WIDE_LENGTHS[:20], rows_of, CAPPED, True),
     ],
 )
 class TestWindows:
@@ -119,23 +143,31 @@ class TestWindows:
         lengths: list[int],
         make_rows: MakeRows,
         limits: dict[str, Any],
+        e4m3: bool,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         if device.type == "cpu":  # each cluster has one item after the other
             monkeypatch.setattr(cuda, "sm_count", lambda index: 1)
-        case = WindowCase(device, shape, window, make_rows(window, lengths), limits=limits)
+        case = WindowCase(
+            device, shape, window, make_rows(window, lengths), limits=limits, e4m3=e4m3
+        )
         before, (wanted, cache) = case.cache.clone(), case.wanted()
         out, counted = case.attend(case.kernel(cluster, split_tokens)), case.counted
         assert out.isfinite().all(), "padding too"
+        if e4m3:  # a key that is rounded to the number next to it is read as that
+            wanted = case.wanted_over(case.cache)
         for token in counted.nonzero().flatten().tolist():
             assert relative_error(out[token], wanted[token]) < CLOSE, token
-        flat, mapping = case.cache.flatten(1, 2), case.mapping[counted]
-        appended = cache.flatten(1, 2)[:, mapping].double()
-        assert relative_error(flat[:, mapping], appended) < CLOSE
+        mapping = case.mapping[counted]
+        flat, before, cache = (bits(each).flatten(1, 2) for each in (case.cache, before, cache))
+        found, meant = flat[:, mapping], cache[:, mapping]
+        assert not e4m3 or torch.equal(found[1], meant[1]), "bytes of values"
+        assert not e4m3 or (found != meant).float().mean() < 0.02
+        found, meant = (each.view(case.cache.dtype).double() for each in (found, meant))
+        assert relative_error(found, meant) < (5 * CLOSE if e4m3 else CLOSE)
         untouched = torch.ones(flat.shape[1], dtype=torch.bool, device=device)
         untouched[mapping] = untouched[: shape[2]] = False
-        kept = before.flatten(1, 2)[:, untouched].view(torch.int16)
-        assert torch.equal(flat[:, untouched].view(torch.int16), kept)
+        assert torch.equal(flat[:, untouched], before[:, untouched])
 
     def test_bits_of_a_token_are_its_own(
         self,
@@ -147,9 +179,12 @@ class TestWindows:
         lengths: list[int],
         make_rows: MakeRows,
         limits: dict[str, Any],
+        e4m3: bool,
     ) -> None:
         """Neither another row nor a token behind it in its window can change them, not with NaN."""
-        case = WindowCase(device, shape, window, make_rows(window, lengths), limits=limits)
+        case = WindowCase(
+            device, shape, window, make_rows(window, lengths), limits=limits, e4m3=e4m3
+        )
         kernel = case.kernel(cluster, split_tokens)
         first = case.attend(kernel)
         assert torch.equal(case.attend(kernel), first), "what one launch counts is gone"
