@@ -19,13 +19,16 @@ def new_batch(
     kv_channels: int,
     num_attention_heads: int,
     device: torch.device | str | None = None,
+    kept: torch.dtype | None = None,
     **sizes: Any,
 ) -> ForwardBatch:
-    """A batch over an empty cache of that shape; ``sizes`` are those of ``CacheSizes.of``."""
+    """A batch over an empty cache of that shape, in dtype ``kept`` if it is not the model's;
+    ``sizes`` are those of ``CacheSizes.of``."""
     spec = KVCacheSpec(
         num_layers=num_layers,
         num_kv_heads=num_attention_heads,
         head_dim=kv_channels,
         dtype=params_dtype,
+        kept=kept,
     )
     return ForwardBatch(KVCache(CacheSizes.of(spec.token_bytes, **sizes), spec, device))

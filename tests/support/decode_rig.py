@@ -50,7 +50,9 @@ class DecodeRig:
         tokens = torch.randint(0, config.vocab_size, (rows, TOKENS), generator=generator)
         self.tokens = tokens.to(device)
 
-    def context(self, block_size: int = BLOCK_SIZE, window: int = 1) -> ForwardBatch:
+    def context(
+        self, block_size: int = BLOCK_SIZE, window: int = 1, kept: torch.dtype | None = None
+    ) -> ForwardBatch:
         """An empty cache for steps of ``window`` tokens a row; row r is in a slot of its own."""
         columns = -(-TOKENS // block_size)
         context = new_batch(
@@ -63,6 +65,7 @@ class DecodeRig:
             max_requests=self.rows,
             block_size_tokens=block_size,
             device=self.device,
+            kept=kept,
             num_speculative_tokens=window - 1,
         )
         blocks = torch.arange(self.rows * columns, device=self.device).flip(0) + 1
@@ -109,10 +112,13 @@ class DecodeRig:
             steps.append(logits.view(self.rows, window, -1)[:, : TOKENS - first])
         return torch.cat(steps, 1)
 
-    def error(self, logits: Tensor, state: dict[str, Tensor]) -> float:
-        """The largest relative error of a row's logits against a float64 forward of ``state``."""
+    def error(
+        self, logits: Tensor, state: dict[str, Tensor], model: Float64Model | None = None
+    ) -> float:
+        """The largest relative error of a row's logits against a float64 forward of ``state``, or
+        of ``model``."""
         assert logits.isfinite().all()
-        model = Float64Model(self.config, state)
+        model = model or Float64Model(self.config, state)
         return max(
             relative_error(logits[row], model.logits(self.tokens[row])) for row in range(self.rows)
         )

@@ -166,6 +166,7 @@ class Float64Model:
             key = self.norm(key, at + "k_layernorm")
         if config.position_embedding == "rope":
             query, key = self.rotate(query), self.rotate(key)
+        key, value = self.kept(key, value, at)
         mixed = torch.empty_like(query)
         place = torch.arange(tokens, device=x.device)
         for some in place.split(QUERIES_AT_ONCE):
@@ -178,6 +179,10 @@ class Float64Model:
                 scores.masked_fill_(place[seen] <= some[:, None] - window, -math.inf)
             mixed[some] = torch.einsum("kgts,skd->tkgd", scores.softmax(-1), value[seen, :, 0])
         return self.linear(mixed.reshape(tokens, -1), at + "linear_proj")
+
+    def kept(self, key: Tensor, value: Tensor, at: str) -> tuple[Tensor, Tensor]:
+        """``[T, kv heads, 1, dim]`` as a cache has them."""
+        return key, value
 
     def rotate(self, x: Tensor) -> Tensor:
         """Positions 0, 1, ... of ``[T, kv heads, heads, dim]``; pairs are half a head apart."""
@@ -225,6 +230,7 @@ class Rig:
         *,
         norm_scale: float = 1.0,
         change: Callable[[Any], object] | None = None,
+        kept: torch.dtype | None = None,
         **values: Any,
     ) -> None:
         model = build_model(config, device=device, dtype=dtype, initialize=False)
@@ -235,7 +241,7 @@ class Rig:
         self.reference = Float64Model(config, state)
         self.device = device
         self.vocab_size = config.vocab_size
-        wrapper = GPTNetwork(model)
+        wrapper = GPTNetwork(model, kv_cache_dtype=kept)
         self.model = wrapper.model
         values.setdefault("prefill_chunk_tokens", PROMPT_TOKENS)
         values.setdefault("max_tokens", rows * (PROMPT_TOKENS + 1))
