@@ -32,6 +32,9 @@
 // splits of all rows and heads go round the clusters, which find them from the lengths. Of many rows,
 // whose lengths differ, a dynamic scheduler gives a CTA that is done the next split (DYNAMIC).
 
+#ifndef E4M3
+#define E4M3 0
+#endif
 #define THREADS (32 * WARPS)
 #define PADDED (D <= 64 ? 64 : D <= 128 ? 128 : 256)
 #define KEPT_BYTES (2 - E4M3)              // of a number in the cache

@@ -93,7 +93,7 @@ def shared_bytes(macros: Mapping[str, int]) -> int:
     """What a CTA of ``attention.cu`` with these macros takes, as its source says it."""
     dim, warps, window, cluster = (macros[name] for name in ("D", "WARPS", "WINDOW", "CLUSTER"))
     padded_dim = 64 if dim <= 64 else 128 if dim <= 128 else 256
-    row = padded_dim * (2 - macros["E4M3"])
+    row = padded_dim * (2 - macros.get("E4M3", 0))
     rings = warps * macros["ST"] * 2 * TILE * row
     queries = window * macros["GROUP"] // macros["SHARES"]
     new_rows = 16 if window > 8 else 8 if window > 4 else 4 if window > 2 else window
@@ -194,7 +194,7 @@ class Heads(NamedTuple):
             "D": self.head_dim, "GROUP": self.group, "SHARES": self.shares, "WINDOW": self.window,
             "WARPS": warps, "ST": STAGES * (1 + self.e4m3), "CLUSTER": cluster,
             "MAX_SPLITS": max_splits, "LANE_ROWS": lane_rows, "MIN_SHARED": 0,
-            "E4M3": int(self.e4m3),
+            **({"E4M3": 1} if self.e4m3 else {}),
         }  # fmt: skip
 
     def defines(
@@ -310,7 +310,6 @@ class DecodeAttention:
         splits = kv_splits(read, self._cluster, macros["SPLIT_TOKENS"])
         resident = max(1, CTAS_PER_SM * sm_count // self._cluster)
         self._window = heads.window
-        self._is_e4m3 = heads.e4m3
         items = rows * heads.kv_heads * heads.shares
         self._clusters = min(resident, items * splits)
         queries = rows * heads.kv_heads * heads.group * heads.window
@@ -364,13 +363,12 @@ class DecodeAttention:
             cos_sin: fp32 ``[positions, 2, head_dim / 2]``.
             scales: of keys and values in e4m3, contiguous fp32 ``[2, kv_heads]``.
         """
-        arguments: AttentionArguments | E4m3AttentionArguments = AttentionArguments(
+        plain = AttentionArguments(
             qkv, keys, values, block_table, block_table.stride(0), slots, position_ids,
             slot_mapping, cos_sin, q_weight, k_weight, float(eps),
             float(scale * 1.4426950408889634), out, qkv.shape[0] // self._window, *self.workspace,
         )  # fmt: skip
-        if self._is_e4m3:
-            arguments = E4m3AttentionArguments(*arguments, scales)  # type: ignore[arg-type]
+        arguments = plain if scales is None else E4m3AttentionArguments(*plain, scales)
         self._kernel.launch((self._cluster * self._clusters, 1, 1), arguments)
 
 

@@ -193,13 +193,14 @@ def test_the_bounds_of_cuda_kernels_are_those_of_their_sources(gpu: str) -> None
     for kernel, cases in gemms.items():
         taken = emulator.shared_bytes(kernel, [macros for macros, _ in cases])
         assert all(own <= bound <= limit for own, (_, bound) in zip(taken, cases, strict=True))
-    attentions = list(attention_macros(limit))[::7]
-    assert emulator.shared_bytes("attention", attentions) == [
-        decode_attention.shared_bytes(macros) for macros in attentions
-    ]
+    for e4m3, step in ((False, 7), (True, 23)):
+        attentions = list(attention_macros(limit, e4m3=e4m3))[::step]
+        assert emulator.shared_bytes("attention", attentions) == [
+            decode_attention.shared_bytes(macros) for macros in attentions
+        ]
 
 
-def attention_macros(limit: int) -> Iterator[dict[str, int]]:
+def attention_macros(limit: int, *, e4m3: bool = False) -> Iterator[dict[str, int]]:
     for head_dim, group, window in itertools.product(
         (32, 64, 96, 128, 256), (1, 2, 4, 5, 8, 16), (1, 2, 4, 16)
     ):
@@ -211,7 +212,7 @@ def attention_macros(limit: int) -> Iterator[dict[str, int]]:
             (1, 8), ((1, 2048), (2, 131072), (8, 4096), (32, 4096), (64, 131072), (512, 2048))
         ):
             heads = decode_attention.Heads(
-                head_dim, group, kv_heads, 16, norm=True, rope=True, window=window
+                head_dim, group, kv_heads, 16, norm=True, rope=True, window=window, e4m3=e4m3
             )
             yield heads.defines(rows, capacity, SMS, limit=limit)
 
@@ -219,8 +220,9 @@ def attention_macros(limit: int) -> Iterator[dict[str, int]]:
 @on_limits
 def test_the_fused_attention_fits_or_says_why_not(gpu: str) -> None:
     limit = LIMITS[gpu]
-    for macros in attention_macros(limit):
-        assert decode_attention.shared_bytes(macros) <= limit, macros
+    for e4m3 in (False, True):
+        for macros in attention_macros(limit, e4m3=e4m3):
+            assert decode_attention.shared_bytes(macros) <= limit, macros
     reason = decode_attention.unsupported(256, 16, 16, 256, 1, limit)
     if limit < LIMITS["A100"]:
         assert f"of {limit} bytes of shared memory" in str(reason)

@@ -156,6 +156,7 @@ def straight_lines(model: Any, rows: int, capacity: int, per_tile: int) -> list[
                 "q_weight": attention + "q_layernorm.weight" if has_head_norms else None,
                 "k_weight": attention + "k_layernorm.weight" if has_head_norms else None,
                 "eps": config.layernorm_epsilon if has_head_norms else 0.0,
+                "scales": None,
             },
         ))  # fmt: skip
         gemm(
