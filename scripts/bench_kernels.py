@@ -2,6 +2,7 @@
 
     python scripts/bench_kernels.py
     python scripts/bench_kernels.py --e4m3
+    python scripts/bench_kernels.py --e4m3-cache
     git archive HEAD~1 megatron_async/kernels | tar -x -C FOLDER
     python scripts/bench_kernels.py --compare FOLDER/megatron_async/kernels --shape llama8b
 
@@ -14,6 +15,8 @@ the logits: 0 where sums are taken in the same order; above 2e-2 the exit status
 ``--e4m3`` times skinny GEMMs with e4m3 weights, a scale for each row and for 128 columns, beside
 those with bfloat16 weights, and ``--tries`` other tile configs for each. ``error`` is against the
 reference.
+
+``--e4m3-cache`` times a decode step's attention over an e4m3 KV cache beside one in bfloat16.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from tqdm import tqdm
 from megatron_async.device.bandwidth import copy_bandwidth
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import rope_append
+from megatron_async.kernels.attention.e4m3_cache import E4M3
 from megatron_async.kernels.gemm import batch_invariant_triton as gemm
 from megatron_async.kernels.gemm.skinny_gemm import SkinnyGemm, scaled_product, statistics_of
 from megatron_async.kernels.gemm.tile_choice import balanced, find
@@ -99,26 +103,34 @@ def lengths_of(rows: int) -> dict[str, list[int]]:
 
 
 def attention_calls(
-    lengths: Sequence[int], shape: Heads = LLAMA_8B, device: str = "cuda", window: int = 1
+    lengths: Sequence[int],
+    shape: Heads = LLAMA_8B,
+    device: str = "cuda",
+    window: int = 1,
+    kept: torch.dtype | None = None,
 ) -> tuple[dict[str, Callable[[int], torch.Tensor]], float]:
     """A decode step's attention in bfloat16 and the bytes that it must read: from the packed
     projection on in ``one`` kernel and in the ``three`` of Triton, and Triton's ``attention``.
 
-    Each row brings ``window`` tokens behind its ``lengths``.
+    Each row brings ``window`` tokens behind its ``lengths``. The cache is in dtype ``kept``.
     """
     heads, kv_heads, head_dim = shape
-    byte_count = 4.0 * sum(lengths) * kv_heads * head_dim
+    byte_count = 2.0 * (2 if kept is None else kept.itemsize) * sum(lengths) * kv_heads * head_dim
     rows, needed = len(lengths), [(length + window - 1) // BLOCK_SIZE + 1 for length in lengths]
     layers, scale = copies(byte_count), head_dim**-0.5
     spec = KVCacheSpec(
-        num_layers=layers, num_kv_heads=kv_heads, head_dim=head_dim, dtype=torch.bfloat16
+        num_layers=layers, num_kv_heads=kv_heads, head_dim=head_dim, dtype=torch.bfloat16, kept=kept
     )
     sizes = CacheSizes.of(
         spec.token_bytes, max_sequence_length=CAPACITY, block_count=sum(needed), max_requests=rows,
         block_size_tokens=BLOCK_SIZE, num_speculative_tokens=window - 1,
     )  # fmt: skip
     context = ForwardBatch(KVCache(sizes, spec, device))
-    context.kv_cache.normal_()
+    by = 1 if context.scales is None else 2.0**5
+    for each in context.kv_cache:
+        each.copy_(by * torch.randn(each.shape, dtype=torch.bfloat16, device=device))
+    if context.scales is not None:
+        context.scales.fill_(1 / by)
     blocks = (torch.randperm(sum(needed), device=device) + 1).split(needed)
     for row, own in enumerate(blocks):
         context.block_table[row, : len(own)] = own
@@ -140,8 +152,9 @@ def attention_calls(
 
     def three(number: int) -> torch.Tensor:
         cache, slots = context.kv_cache[number % layers], context.slot_mapping
-        rotated = rope_append.rope_append(packed, *cache, slots, positions, cos_sin)
-        return cached.attend_appended(metadata, rotated, *cache, scale, {})
+        scales = None if context.scales is None else context.scales[number % layers]
+        rotated = rope_append.rope_append(packed, *cache, slots, positions, cos_sin, scales=scales)
+        return cached.attend_appended(metadata, rotated, *cache, scale, {}, scales)
 
     def attention(number: int) -> torch.Tensor:
         cache = context.kv_cache[number % layers]
@@ -277,6 +290,27 @@ def bench() -> None:
         print(f"  {size} {rows}: {ours:.1f} us, torch {theirs:.1f} us, ratio {ours / theirs:.2f}")
 
 
+def bench_e4m3_cache() -> float:
+    """The largest relative difference between one kernel and three."""
+    bandwidth = copy_bandwidth(torch.device("cuda", torch.cuda.current_device()))
+    print("attention over bf16 and over e4m3: (Hq Hkv D) rows, context, window: floor, three, one")
+    worst = 0.0
+    shapes = (LLAMA_8B, QWEN_600M)
+    cases = itertools.product(shapes, (1, 8, 32, 64), (1000, 8000), (1, 4))
+    for shape, rows, context, window in cases:
+        shown = []
+        for kept in (None, E4M3):
+            calls, byte_count = attention_calls([context] * rows, shape, "cuda", window, kept)
+            wanted, got = calls["three"](0).double(), calls["one"](0).double()
+            worst = max(worst, float((got - wanted).norm() / wanted.norm()))
+            us = [byte_count / bandwidth * 1e6, *(microseconds(calls[k]) for k in ("three", "one"))]
+            shown.append(", ".join(f"{each:.1f}" for each in us))
+            del calls
+        print(f"  {shape} {rows}, {context}, {window}: {'; '.join(shown)} us", flush=True)
+    print(f"largest relative difference {worst:.1g}")
+    return worst
+
+
 def capture(rig: Rig, sources: Path) -> Step:
     """A step with the kernels of ``sources``."""
     own, cuda.SOURCES = cuda.SOURCES, sources
@@ -304,6 +338,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
     add("--e4m3", action="store_true", help="skinny GEMMs with e4m3 weights")
+    add("--e4m3-cache", action="store_true", help="attention over an e4m3 KV cache")
     add("--tries", type=int, default=0, metavar="N", help="other tile configs with --e4m3")
     add("--compare", type=Path, metavar="FOLDER", help="other CUDA sources")
     add("--shape", default="llama8b", choices=sorted(SHAPES))
@@ -315,6 +350,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.e4m3:
         return int(not bench_e4m3(args.tries) < ERROR_LIMIT)
+    if args.e4m3_cache:
+        return int(not bench_e4m3_cache() < ERROR_LIMIT)
     if args.compare is None:
         bench()
         return 0

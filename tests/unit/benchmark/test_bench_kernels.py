@@ -12,6 +12,7 @@ import torch
 
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import rope_append
+from megatron_async.kernels.attention.e4m3_cache import E4M3
 from megatron_async.kernels.gemm.tile_config import (
     ADD,
     NO_NORM,
@@ -32,11 +33,16 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("bench_kernels")
 
 
-@on_both("rows", "window", gpu=[(40, 1), (40, 3)], small=[(34, 1), (8, 3)])
+@on_both(
+    *("rows", "window", "kept"),
+    gpu=[(40, 1, None), (40, 3, None), (40, 1, E4M3), (40, 3, E4M3)],
+    small=[(34, 1, None), (8, 3, None), (8, 1, E4M3)],
+)
 def test_one_kernel_and_three_attend_alike(
     device: torch.device,
     rows: int,
     window: int,
+    kept: torch.dtype | None,
     script: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -46,8 +52,8 @@ def test_one_kernel_and_three_attend_alike(
         monkeypatch.setattr(cuda, "unavailable", lambda index: None)
         monkeypatch.setattr(rope_append, "rope_append", rope_append.rope_append_reference)
     lengths = [(37 * row) % 101 for row in range(rows)]
-    calls, byte_count = script.attention_calls(lengths, (4, 2, 32), device, window)
-    assert byte_count == sum(lengths) * 2 * 2 * 32 * 2
+    calls, byte_count = script.attention_calls(lengths, (4, 2, 32), device, window, kept)
+    assert byte_count == sum(lengths) * 2 * 2 * 32 * (2 if kept is None else 1)
     first, other = (calls["three"](number).double() for number in (0, 1))
     assert relative_error(calls["one"](0), first) < LIMIT
     assert relative_error(calls["one"](1), other) < LIMIT
