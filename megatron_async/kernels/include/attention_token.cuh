@@ -43,7 +43,8 @@
 #if E4M3
         if (lane < D / 8) {
           auto pair = [&](u32 of) { return narrow_e4m3(low(of) * value_factor, high(of) * value_factor); };
-          const u64 kept = (u64)(pair(value.z) | pair(value.w) << 16) << 32 | pair(value.x) | pair(value.y) << 16;
+          const u32 lower = pair(value.x) | pair(value.y) << 16;
+          const u64 kept = (u64)(pair(value.z) | pair(value.w) << 16) << 32 | lower;
           *(u64*)&kept_at(NEW_VALUES_AT, 0, lane * 8) = kept;
           *(u64*)(values + append_at + lane * 8) = kept;
         }

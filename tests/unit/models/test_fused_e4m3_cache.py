@@ -83,6 +83,7 @@ def only_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CacheAttention, "attend_appended", attend_appended)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("only_fused")
 @on_both(
     *("name", "window"),
@@ -102,7 +103,7 @@ def test_steps_over_e4m3_have_no_fallback(
     context = rig.context(window=window, kept=E4M3)
     assert context.scales is not None
     shape = context.scales.shape
-    powers = torch.arange(shape.numel(), device=device).view(shape) % 3 - 7
+    powers = torch.arange(shape.numel(), device=device).view(shape) % 3 - 9  # some are cut off
     context.scales.copy_(2.0**powers)
     compiled: list[Any] = []
     monkeypatch.setattr(cuda, "compile_together", lambda work, _: compiled.extend(work))
@@ -119,6 +120,7 @@ def test_steps_over_e4m3_have_no_fallback(
     assert error < LIMIT < cut / 4, "what is kept matters"
 
 
+@pytest.mark.slow
 @on_both("name", gpu=[(name,) for name in NAMES], small=[("qwen3",)])
 def test_an_engine_decodes_over_e4m3_in_fused_kernels(
     device: torch.device, name: str, attended: list[tuple[bool, int]]
