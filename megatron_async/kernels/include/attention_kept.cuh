@@ -14,7 +14,8 @@ typedef unsigned char u8;  // the bits of an e4m3
 
 // A lane finds four numbers of a key in a word. Those are 2t and 2t + 1, then 2t + 8 and 2t + 9 of the
 // product, so a query has its numbers in this order.
-__device__ __forceinline__ void load_keys(u32 (&a)[4], u32 (&kept)[4], u32 tile, int row, int k, int other) {
+__device__ __forceinline__ void load_keys(u32 (&a)[4], u32 (&kept)[4], u32 tile, int row, int k,
+                                          int other) {
   if (k % 2 == 0) load_matrices(kept, tile + place(row, min(k + other, CHUNKS - 1)));
   halves_of_e4m3(kept[k % 2 * 2], a[0], a[2]);
   halves_of_e4m3(kept[k % 2 * 2 + 1], a[1], a[3]);
@@ -23,7 +24,8 @@ __device__ __forceinline__ int place_in_query(int i) {
   return i / 16 * 16 + i / 2 % 2 * 8 + i / 4 % 4 * 2 + i % 2;
 }
 // And of values numbers 2g and 2g + 1 of two tokens, which stand for numbers g and g + 8 of the product.
-__device__ __forceinline__ void load_values(u32 (&a)[4], u32 (&kept)[4], u32 tile, int row, int n, int other) {
+__device__ __forceinline__ void load_values(u32 (&a)[4], u32 (&kept)[4], u32 tile, int row, int n,
+                                            int other) {
   if (n % 2 == 0) load_transposed(kept, tile + place(row, min(n + other, CHUNKS - 1)));
   halves_of_e4m3(permute(kept[n % 2], 0x3120), a[0], a[1]);
   halves_of_e4m3(permute(kept[n % 2 + 2], 0x3120), a[2], a[3]);

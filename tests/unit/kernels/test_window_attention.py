@@ -162,7 +162,7 @@ class TestWindows:
         flat, before, cache = (bits(each).flatten(1, 2) for each in (case.cache, before, cache))
         found, meant = flat[:, mapping], cache[:, mapping]
         assert not e4m3 or torch.equal(found[1], meant[1]), "bytes of values"
-        assert not e4m3 or (found != meant).float().mean() < 0.02
+        assert not e4m3 or (found != meant).float().mean() < 0.05
         found, meant = (each.view(case.cache.dtype).double() for each in (found, meant))
         assert relative_error(found, meant) < (5 * CLOSE if e4m3 else CLOSE)
         untouched = torch.ones(flat.shape[1], dtype=torch.bool, device=device)
