@@ -237,13 +237,13 @@ class CompiledGrammar:
             return self._at_start(masks)
         if self._later is None:
             return ThoughtMatcher(self._thought, None, None, masks)
-        behind = Matcher(self._later.deep_copy(), None, masks)
+        behind = Matcher(self._later.deep_copy(), None, masks, start=self._later)
         return ThoughtMatcher(self._thought, behind, self._at_start(masks), masks)
 
     def _at_start(self, masks: Masks) -> Matcher:
         assert self._later is not None
         first = None if self._first is None else self._first.deep_copy()
-        return Matcher(self._later.deep_copy(), first, masks)
+        return Matcher(self._later.deep_copy(), first, masks, start=self._later)
 
 
 _stack_size_lock = threading.RLock()  # a signal's handler may compile too

@@ -53,6 +53,16 @@ class Forced(NamedTuple):
     data: bytes
     ends: bool
 
+    def behind(self, data: bytes) -> Forced | None:
+        """What is forced behind a token of these bytes, as far as it is known."""
+        if not self.data.startswith(data) or self.data == data:
+            return None
+        return Forced(self.data[len(data) :], self.ends)
+
+
+OPEN = Forced(b"", ends=False)
+"""Several ways, or an end."""
+
 
 class Follows(Protocol):
     """Follows a text token by token: the methods of :class:`Matcher`, which says what they do."""
@@ -68,10 +78,18 @@ class Follows(Protocol):
     def copy(self) -> Self: ...
 
     @property
+    def plain(self) -> Matcher | None: ...
+
+    @property
     def must_end(self) -> bool: ...
 
     @property
     def error(self) -> str | None: ...
+
+
+def library_words(vocab_size: int) -> int:
+    """Words of the library's masks: behind the vocabulary are the 256 bytes, and an end."""
+    return -(-(vocab_size + 257) // 32)
 
 
 _Text = TypeVar("_Text", bound=Follows)
@@ -94,6 +112,11 @@ class Matcher:
     GIL.
 
     Invariant: tokens of a mask are exactly those that :meth:`accept` takes.
+
+    Args:
+        later, first: the library's matchers, of this text alone.
+        start: what ``later`` is a copy of; from there it is made again where drafts on trial have
+            left an error. None: drafts are tried on a copy.
     """
 
     def __init__(
@@ -104,6 +127,7 @@ class Matcher:
         *,
         ended: bool = False,
         forced: Forced | None = None,
+        start: llguidance.LLMatcher | None = None,
     ) -> None:
         self._later = later
         self._first = first
@@ -112,6 +136,12 @@ class Matcher:
         self._forced = forced
         """None where nobody has asked."""
         self._allowed: npt.NDArray[np.int32] | None = None
+        self._start = start
+        self._taken: list[int] = []
+        """What the library's matcher has been given from its start on."""
+        self._ways: list[tuple[int, Forced]] = []
+        """Drafts of the last window that have not been accepted, each with what is forced behind
+        it."""
 
     def accept(self, token_id: int) -> bool:
         """Go on by a token; False if it is not allowed, and then nothing has changed."""
@@ -120,19 +150,35 @@ class Matcher:
         if token_id in self._masks.stop_ids:
             self._ended = self.is_complete
             return self._ended
-        if not _bit(self._masks.text, token_id):
-            return False
         if self._first is None:
+            later = self._masks.later_bytes
+            if not 0 <= token_id < len(later) or not later[token_id]:
+                return False
             accepted = self._later.try_consume_tokens([token_id]) == 1
-        elif accepted := _bit(self._text_mask(), token_id):
+            given = [token_id]
+        elif accepted := _bit(self._masks.text, token_id) and _bit(self._text_mask(), token_id):
             assert self._masks.first_bytes is not None
             data = self._masks.first_bytes[token_id]
-            self._later.consume_tokens([self._masks.byte_ids[byte] for byte in data])
+            given = [self._masks.byte_ids[byte] for byte in data]
+            self._later.consume_tokens(given)
             self._first = None
         if accepted or self._later.is_error():
             self._allowed = None
-            self._forced = self._forced_behind(self._masks.later_bytes[token_id])
+            self._go_on(token_id)
+        if accepted:
+            self._taken += given
         return accepted
+
+    def _go_on(self, token_id: int) -> None:
+        """What is forced behind a token, as far as it is known."""
+        if self._ways:
+            (draft, forced), *self._ways = self._ways
+            if draft == token_id:
+                self._forced = forced
+                return
+            self._ways = []
+        if self._forced is not None:
+            self._forced = self._forced.behind(self._masks.later_bytes[token_id])
 
     def fill_mask(self, row: npt.NDArray[np.int32]) -> None:
         """Write the tokens that may come next; none after the end or an :attr:`error`.
@@ -165,7 +211,10 @@ class Matcher:
             if np.count_nonzero(self._text_mask()) > MOST_FORCED_WORDS:
                 return ()
             self._forced = self._find_forced()
-        data, ends = self._forced
+        return self._spelled(self._forced)
+
+    def _spelled(self, forced: Forced) -> tuple[int, ...]:
+        data, ends = forced
         tokens = self._masks.spell(data[:MOST_FORCED_BYTES]) if data else ()
         if len(data) > MOST_FORCED_BYTES:
             return tokens[:-1]  # it may go on behind the cut
@@ -173,21 +222,16 @@ class Matcher:
             tokens += tuple(self._masks.stop_ids)
         return tokens
 
-    def _find_forced(self) -> Forced:
-        """By a copy: to look for what is forced can exceed the library's limits where to go on
-        token by token does not, and an error stays in what it came up in."""
+    def _find_forced(self, drafts: list[int] | None = None) -> Forced:
+        """Behind these drafts. By a copy: to look for what is forced can exceed the library's
+        limits where to go on token by token does not, and an error stays in what it came up in."""
         ahead = self._later.deep_copy()
+        if drafts:
+            ahead.consume_tokens(drafts)
         data: bytes = ahead.compute_ff_bytes()
         if len(data) <= MOST_FORCED_BYTES:
             ahead.consume_tokens([self._masks.byte_ids[byte] for byte in data])
         return Forced(data, ends=bool(ahead.is_stopped() and ahead.is_accepting()))
-
-    def _forced_behind(self, data: bytes) -> Forced | None:
-        """What is forced behind a token of these bytes, as far as it is known."""
-        forced = self._forced
-        if forced is None or not forced.data.startswith(data) or forced.data == data:
-            return None
-        return forced._replace(data=forced.data[len(data) :])
 
     @property
     def is_complete(self) -> bool:
@@ -225,6 +269,81 @@ class Matcher:
             self._later.deep_copy(), first, self._masks, ended=self._ended, forced=self._forced
         )
 
+    # --- windows: see grammar/windows.py ------------------------------------------------------
+
+    @property
+    def plain(self) -> Matcher | None:
+        """Itself where the library's masks say all: not behind an end, nor at a start that a
+        decoder changes."""
+        return None if self._ended or self._first is not None else self
+
+    def open_window(self, drafts: list[int]) -> tuple[llguidance.LLMatcher, list[int]]:
+        """What makes masks along drafts in one call, and brings itself back; and the drafts up to
+        the first that is no text."""
+        later, stops = self._masks.later_bytes, self._masks.stop_ids
+        for count, draft in enumerate(drafts):
+            if not 0 <= draft < len(later) or not later[draft] or draft in stops:
+                drafts = drafts[:count]
+                break
+        on_trial = bool(drafts) and self._start is None
+        return self._later.deep_copy() if on_trial else self._later, drafts
+
+    def close_window(
+        self, used: llguidance.LLMatcher, drafts: Sequence[int], *, failed: bool = False
+    ) -> bool:
+        """Behind the masks of a window; False if an error came up, of which drafts leave
+        nothing."""
+        if not failed and not used.is_error():
+            return True
+        if used is self._later and drafts:
+            assert self._start is not None
+            self._later = self._start.deep_copy()
+            self._later.consume_tokens(self._taken)
+            self._start = None
+        return False
+
+    def write_window(
+        self, found: npt.NDArray[np.int32], complete: Sequence[int], masks: npt.NDArray[np.int32]
+    ) -> None:
+        """Make masks of what the library has found.
+
+        Args:
+            found: int32 ``[places, >= W]``.
+            complete: by place, not 0 where the text may end.
+            masks: int32 ``[places, W]``, written.
+        """
+        np.bitwise_and(found[:, : masks.shape[1]], self._masks.text, out=masks)
+        for place, is_complete in enumerate(complete):
+            if is_complete:
+                masks[place] |= self._masks.stops
+
+    def ends_with(self, token_id: int) -> bool:
+        """The token ends texts that are complete."""
+        return token_id in self._masks.stop_ids
+
+    def forced_along(
+        self, drafts: list[int], following: Sequence[int]
+    ) -> tuple[tuple[int, ...], ...]:
+        """:meth:`forced_tokens` of each place of a window.
+
+        Args:
+            drafts: all of them may come.
+            following: by place, a bit for each byte that may come next, and one for an end.
+        """
+        forced, runs, self._ways = self._forced, [], []
+        for place, ways in enumerate(following):
+            if place and forced is not None:
+                forced = forced.behind(self._masks.later_bytes[drafts[place - 1]])
+            if forced is None:
+                is_one = ways and not ways & (ways - 1) and not ways >> 256
+                forced = self._find_forced(drafts[:place]) if is_one else OPEN
+            if place:
+                self._ways.append((drafts[place - 1], forced))
+            else:
+                self._forced = forced
+            runs.append(self._spelled(forced) if forced.data else ())
+        return tuple(runs)
+
     def _text_mask(self) -> npt.NDArray[np.int32]:
         if self._allowed is None:
             self._allowed = self._mask_of(self._later)
@@ -234,7 +353,9 @@ class Matcher:
         return self._allowed
 
     def _mask_of(self, matcher: llguidance.LLMatcher) -> npt.NDArray[np.int32]:
-        words = np.frombuffer(matcher.compute_bitmask(), np.int32)[: len(self._masks.text)]
+        found = np.empty(library_words(self._masks.byte_ids.start), np.int32)
+        matcher.unsafe_compute_mask_ptr(found.ctypes.data, found.nbytes)
+        words = found[: len(self._masks.text)]
         # The library's mask after an error allows its end token.
         return np.zeros_like(words) if matcher.is_error() else words & self._masks.text
 

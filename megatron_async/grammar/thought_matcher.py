@@ -194,6 +194,12 @@ class ThoughtMatcher:
         return self._text.forced_tokens() if is_text and self._text is not None else ()
 
     @property
+    def plain(self) -> Matcher | None:
+        """See :meth:`Matcher.plain`."""
+        is_text = self._at.place is _Place.TEXT and not self._at.ended
+        return self._text.plain if is_text and self._text is not None else None
+
+    @property
     def must_end(self) -> bool:
         """Nothing but an end may come."""
         is_text = self._at.place in (_Place.BEHIND, _Place.TEXT)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 
 from megatron_async.cache.block_allocator import BlockAllocator
@@ -21,17 +22,16 @@ from megatron_async.cache.prefix_cache import ROOT, PrefixCache
 from megatron_async.cache.state_snapshots import StateSnapshots
 from megatron_async.device.cpu import CpuDevice, CpuPacketRing, CpuResultRing
 from megatron_async.engine.metrics import NotOverlapped
-from megatron_async.engine.requests import guidance
 from megatron_async.engine.stepping.loop import DecodeLoop
 from megatron_async.errors import IntegrityError
-from megatron_async.grammar.matcher import Matcher
+from megatron_async.grammar.windows import WindowMasks
 from megatron_async.request.request import FinishReason
 from megatron_async.runner import guided_drafts
 from megatron_async.runner import model_runner as runner
 from megatron_async.runner import sampling_stage as stage
 from megatron_async.runner.cuda_graphs import StepGraphs
 from megatron_async.runner.guided_drafts import GuidedDrafts
-from megatron_async.runner.masks import Mask, MaskRing
+from megatron_async.runner.masks import MaskRing
 from megatron_async.runner.memory.forward_batch import ForwardBatch
 from megatron_async.runner.memory.recurrent_states import ChunkStates, DecodeStates, RecurrentStates
 from megatron_async.runner.model_runner import ModelRunner
@@ -560,21 +560,33 @@ def block_assignments_beyond_the_rows_dropped(original: Any) -> Any:
 # --- windows of guided rows ---------------------------------------------------------------------
 
 
-@pinned(guidance, "fill_masks", guided_rows_draft_and_are_those_of_the_oracle)
+@pinned(WindowMasks, "fill", guided_rows_draft_and_are_those_of_the_oracle)
 def mask_of_the_place_before(original: Any) -> Any:
     """The second and later places of a window get the mask of the one before."""
 
-    def fill_masks(matcher: Matcher, drafts: Any, masks: Mask, masked: Mask, **options: Any) -> Any:
-        runs = original(matcher, drafts, masks, masked, **options)
-        masks[1:] = masks[:-1].copy()
+    def fill(self: WindowMasks, windows: Any) -> Any:
+        runs = original(self, windows)
+        for window in windows:
+            window.masks[1:] = window.masks[:-1].copy()
         return runs
 
-    return fill_masks
+    return fill
 
 
-@pinned(Matcher, "copy", guided_rows_draft_and_are_those_of_the_oracle)
+@pinned(WindowMasks, "_find", guided_rows_draft_and_are_those_of_the_oracle)
 def grammar_not_taken_back_behind_rejected_drafts(original: Any) -> Any:
-    return lambda self: self
+    def find(self: WindowMasks, quick: Any, count: int) -> Any:
+        found = original(self, quick, count).copy()
+        for each in quick:
+            each.used.try_consume_tokens(each.drafts[:1])
+        return found
+
+    return find
+
+
+@pinned(WindowMasks, "_find", guided_rows_draft_and_are_those_of_the_oracle)
+def masks_of_the_row_before(original: Any) -> Any:
+    return lambda self, quick, count: np.roll(original(self, quick, count), 1, axis=0)
 
 
 @pinned(MaskRing, "entry", guided_rows_draft_and_are_those_of_the_oracle)
@@ -595,17 +607,18 @@ def masks_along_the_drafts_of_the_step_before(original: Any) -> Any:
     return take
 
 
-@pinned(guidance, "fill_masks", forced_stretches_come_as_drafts)
+@pinned(WindowMasks, "fill", forced_stretches_come_as_drafts)
 def forced_token_accepted_against_its_grammar(original: Any) -> Any:
     """Where the grammar leaves one token its mask is taken for needless, and S samples any."""
 
-    def fill_masks(matcher: Matcher, drafts: Any, masks: Mask, masked: Mask, **options: Any) -> Any:
-        runs = original(matcher, drafts, masks, masked, **options)
-        for place, run in enumerate(runs):
-            masked[place] = 0 if run else masked[place]
-        return runs
+    def fill(self: WindowMasks, windows: Any) -> Any:
+        found = original(self, windows)
+        for window, runs in zip(windows, found, strict=True):
+            for place, run in enumerate(runs):
+                window.masked[place] = 0 if run else window.masked[place]
+        return found
 
-    return fill_masks
+    return fill
 
 
 @pinned(guided_drafts, "follow_guesses", forced_stretches_come_as_drafts)

@@ -25,6 +25,7 @@ from megatron_async.step.plan import Guess, Plan, Ticket
 if TYPE_CHECKING:
     from megatron_async.grammar.compiler import CompiledGrammar, GrammarCompiler
     from megatron_async.grammar.matcher import Follows
+    from megatron_async.grammar.windows import Runs, Window, WindowMasks
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._compiler: list[GrammarCompiler] = []
+        self._windows: list[WindowMasks] = []
 
     def compile(self, structured_outputs: Any) -> CompiledGrammar:
         """The grammar of a ``StructuredOutputs``, or of a dict of its fields.
@@ -64,6 +66,15 @@ class Grammars:
             # first is used.
             self._compiler.append(GrammarCompiler(self._tokenizer, self._vocab_size))
         return self._compiler[0].compile(spec)
+
+    @property
+    def windows(self) -> WindowMasks:
+        """What makes the masks of a step, in the thread that steps."""
+        if not self._windows:
+            from megatron_async.grammar.windows import WindowMasks
+
+            self._windows.append(WindowMasks(self._vocab_size))
+        return self._windows[0]
 
 
 class Guidance:
@@ -155,32 +166,40 @@ class Guidance:
         drafts = self._runner.take_drafts(ticket)
         plan, rows = ticket.plan, ticket.plan.rows
         processors: dict[int, RowProcessor] = {}
-        guesses: list[Guess] = []
+        guided: list[int] = []
+        windows: list[Window] = []
         for row, key in plan.sampled(list(enumerate(rows.keys))):
             if key in self._matchers:
-                window = rows.windows[row] if rows.windows else 1
-                at = slice(row * plan.window, row * plan.window + window)
-                ahead = () if drafts is None else drafts[rows.slots[row], : window - 1].tolist()
-                runs = self._fill_masks(key, ahead, masks[at], masked[at])
-                guessed[key] = max(map(len, runs)) - 1 if any(runs) else 0
-                if guessed[key]:
-                    guesses.append(Guess(rows.slots[row], self._length(key), runs))
+                at, window = row * plan.window, rows.windows[row] if rows.windows else 1
+                ahead = [] if drafts is None else drafts[rows.slots[row], : window - 1].tolist()
+                given = masks[at : at + window], masked[at : at + window]
+                guided.append(row)
+                windows.append(self._window(key, ahead, *given))
             if key in self._processors:
                 processors[row] = partial(_process, *self._processors[key])
+        guesses: list[Guess] = []
+        for row, runs in zip(guided, self._fill(windows), strict=True):
+            key = rows.keys[row]
+            guessed[key] = max(map(len, runs)) - 1 if any(runs) else 0
+            if guessed[key]:
+                guesses.append(Guess(rows.slots[row], self._length(key), runs))
         if guesses:
             self._runner.guess(ticket, guesses)
         if processors:
             self._runner.process_logits(ticket, processors)
         return guessed
 
-    def _fill_masks(
-        self, key: int, drafts: Sequence[int], masks: Mask, masked: Mask
-    ) -> tuple[tuple[int, ...], ...]:
-        """As :func:`fill_masks`, with guesses where the request's rows may have drafts."""
+    def _window(self, key: int, drafts: list[int], masks: Mask, masked: Mask) -> Window:
+        """With guesses where the request's rows may have drafts."""
+        from megatron_async.grammar.windows import Window
+
         request, matcher = self._matchers[key]
         guesses = self._runner.takes_guesses and self._drafts
         guesses = guesses and request.sampling_params.num_speculative_tokens != 0
-        return fill_masks(matcher, drafts, masks, masked, guesses=guesses)
+        return Window(matcher, drafts, masks, masked, guesses)
+
+    def _fill(self, windows: Sequence[Window]) -> list[Runs]:
+        return self._grammars.windows.fill(windows) if windows else []
 
     def _length(self, key: int) -> int:
         """Tokens of a request, prompt included, that have been taken."""
@@ -204,47 +223,6 @@ class GrammarEnd:
         if not self._matcher.accept(token):
             return True  # no mask allows such a token
         return self._ends_by_itself and self._matcher.must_end
-
-
-def fill_masks(
-    matcher: Follows,
-    drafts: Sequence[int],
-    masks: Mask,
-    masked: Mask,
-    *,
-    guesses: bool,
-) -> tuple[tuple[int, ...], ...]:
-    """Masks of a window ``[window, words]``: of its first token, and behind each draft of those
-    before it that the grammar allows. What is behind another draft S never accepts, since the mask
-    of its place forbids it. A grammar that cannot go on allows nothing, and the device ends its
-    request for that.
-
-    Returns:
-        with ``guesses``, by place the tokens that have to come there, at least two, or none.
-    """
-    runs: list[tuple[int, ...]] = []
-    texts = matcher.along(drafts)
-    for place in range(1 + len(drafts)):
-        try:
-            text = next(texts, None)
-            if text is None:
-                break
-            text.fill_mask(masks[place])
-        except Exception:  # of the library: nobody knows what may come here
-            masks[place], masked[place] = 0, 1
-            break
-        masked[place] = 1
-        runs.append(_forced(text) if guesses else ())
-    return tuple(runs)
-
-
-def _forced(text: Follows) -> tuple[int, ...]:
-    """At least two tokens, or none. They are guesses, and so is an error of them."""
-    try:
-        forced = text.forced_tokens()
-    except Exception:
-        return ()
-    return forced if len(forced) > 1 else ()
 
 
 def _why_nothing_may_come(matcher: Follows) -> str | None:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_async.engine.requests.guidance import fill_masks
 from megatron_async.grammar.matcher import along
+from megatron_async.grammar.windows import Window, WindowMasks
 from megatron_async.request.request import FinishReason
 from megatron_async.sampling_params import SamplingParams
 from tests.support.drafting_model import DraftingHashModel
@@ -202,6 +202,10 @@ class Breaks:
     def along(self, drafts: Sequence[int]) -> Iterator[Breaks]:
         return along(self, drafts)
 
+    @property
+    def plain(self) -> None:
+        return None
+
     def copy(self) -> Breaks:
         return Breaks(self.at, self.taken)
 
@@ -219,6 +223,6 @@ def test_a_place_whose_grammar_breaks_allows_nothing_and_others_go_on(
 ) -> None:
     masks, masked = np.full((3, 1), 7, np.int32), np.zeros(3, np.int32)
     text: Any = Breaks(at)
-    assert fill_masks(text, [5, 6], masks, masked, guesses=True) == runs
+    assert WindowMasks(32).fill([Window(text, [5, 6], masks, masked, guesses=True)]) == [runs]
     assert masks[:, 0].tolist() == allow
     assert masked.tolist() == [int(words != 7) for words in allow]
