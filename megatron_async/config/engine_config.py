@@ -24,6 +24,7 @@ MAX_RANK_TIMEOUT_SECONDS = 86400.0
 QUANTIZATIONS = ("fp8",)
 RECURRENT_STATE_DTYPES = ("float32", "bfloat16")
 SPECULATIVE_METHODS = ("mtp", "ngram", "grammar")
+GUIDED_ROWS = ("wait", "sit_out")
 MAX_GIB = 2**30
 MAX_COUNT = 2**31 - 1
 """The largest count of tokens and of blocks: packets hold them as int32."""
@@ -144,6 +145,9 @@ class EngineConfig:
         enable_sampling_extras: keep room on the device for penalties, filters, log-probabilities
             and structured output, and capture the steps of requests that ask for them; the log
             says how much at the start. Without it such requests are refused.
+        guided_rows: how rows whose masks need all tokens before are launched: "wait", in each
+            step, of which one is in flight then; or "sit_out", in those behind whose last token
+            they are, while rows that nothing guides keep their depth. It changes no token.
         return_routed_experts: hand out the experts that each token went to, to requests that ask
             for them. Each layer of experts then leaves them in a buffer of the device.
         capture_mixed_steps: capture steps with prefill chunks too, one graph for each token
@@ -207,6 +211,7 @@ class EngineConfig:
     speculative_draft_cost: float | None = None
     num_cuda_graphs: int | None = None
     enable_sampling_extras: bool = True
+    guided_rows: str = "wait"
     return_routed_experts: bool = False
     capture_mixed_steps: bool = True
     kv_events_config: KVEventsConfig | None = None
@@ -249,6 +254,9 @@ class EngineConfig:
         if not isinstance(method, str) or method not in SPECULATIVE_METHODS:
             known = " or ".join(SPECULATIVE_METHODS)
             raise ConfigError(f"speculative_method={shown(method)} must be {known}")
+        if not isinstance(self.guided_rows, str) or self.guided_rows not in GUIDED_ROWS:
+            known = " or ".join(GUIDED_ROWS)
+            raise ConfigError(f"guided_rows={shown(self.guided_rows)} must be {known}")
         for name in ("tokenizer_model", "draft_model"):
             if (path := getattr(self, name)) is not None and not isinstance(path, str):
                 raise ConfigError(f"{name}={shown(path)} must be a path")

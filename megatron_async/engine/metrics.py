@@ -27,6 +27,7 @@ class NotOverlapped(str, Enum):
     DRAINED = "drained: every running request had its last token in flight"
     NO_CAPACITY = "drained: no row could be launched and no waiting request fitted"
     PAUSED = "drained: the requests that are left are paused"
+    SAT_OUT = "drained: the guided rows that are left sat a launch out"
     LOGGED = "barrier: a logged step"
     LOGITS_PROCESSOR = "barrier: a Python logits processor"
     SUSPENDED = "barrier: the engine was suspended"
@@ -35,11 +36,12 @@ class NotOverlapped(str, Enum):
 
 
 class GuidedRow(str, Enum):
-    """How a row of a guided request got what its S needed."""
+    """How a row of a guided request got what its S needed, or that it sat a launch out."""
 
     WINDOW = "masks along the drafts of its window"
     TOKEN = "the mask of one token: it had no drafts"
     PROCESSOR = "a Python logits processor, behind a barrier"
+    SAT_OUT = "left out of a launch: a token of it was in flight"
 
 
 class Idle(str, Enum):
@@ -72,7 +74,8 @@ class EngineCounters:
     for each of the last weights by itself, whose beginnings are ``weight_starts``;
     ``steps_by_window`` and ``window_reasons`` say how many tokens a row of a launched step could
     bring, and why that many.
-    ``guided_rows`` counts the sampled rows of guided requests by :class:`GuidedRow`.
+    ``guided_rows`` counts the sampled rows of guided requests by :class:`GuidedRow`, and those that
+    launches went without.
     ``step_ns`` is the time spent in steps, ``wait_ns`` the part of it blocked on the device; both
     are for people and steer nothing.
     """

@@ -39,6 +39,7 @@ TAKEN = (
     "speculative_draft_cost",
     "num_cuda_graphs",
     "enable_sampling_extras",
+    "guided_rows",
     "return_routed_experts",
     "capture_mixed_steps",
     "enable_sleep_mode",

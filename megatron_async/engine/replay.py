@@ -73,7 +73,7 @@ def replay(run: Run, engine: DynamicInferenceEngine) -> Replay:
 
 def _pace(config: EngineConfig) -> tuple[Any, ...]:
     """What decides which step brings which token."""
-    pace = config.effective_depth, config.pipeline_micro_batches or 1
+    pace = config.effective_depth, config.pipeline_micro_batches or 1, config.guided_rows
     if not config.num_speculative_tokens:
         return pace
     costs = config.testing.speculative_step_costs if config.adaptive_speculation else None

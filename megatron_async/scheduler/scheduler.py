@@ -6,7 +6,7 @@ group decide alike and a run can be replayed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Protocol
 
 from megatron_async.cache.block_allocator import BlockAllocator
@@ -57,6 +57,7 @@ class Scheduler:
         costs: what decode steps cost, to leave out drafts that do not pay; None drafts all.
 
     Attributes:
+        left_out: guided rows that the last plan went without, since a token of theirs is in flight.
         others: micro-batches that have rows to launch, less the one whose turn it is: as many steps
             of others are in flight when one is planned.
     """
@@ -78,6 +79,7 @@ class Scheduler:
         self._turns: Iterable[int] = self._micro_batches if self._are_several else (0,)
         self._prompts = PromptPlanner(self.table, self._preemption, limits, self._micro_batches)
         self.others = 0
+        self.left_out = 0
         self._ends = ends
         self._most_drafts = limits.window - 1
         self._drafts = DraftControl(limits.windows, costs)
@@ -287,6 +289,8 @@ class Scheduler:
         """Have the rows of the next step whose drafts the host has guessed bring them."""
         table, guessed = self.table, []
         for key, sequence in table.decoding[micro_batch].items():
+            if self.limits.guided_sit_out and sequence.last_ticket > table.retired_ticket:
+                continue
             window = min(1 + self._foreseen.pop(key, 0), sequence.asked_window)
             if window > 1:
                 sequence.window = window
@@ -325,7 +329,7 @@ class Scheduler:
         """Advance every decoding sequence of a micro-batch by one row; those whose end is known
         stay out. Returns the rows, and the last ticket whose tokens they need."""
         table, window = self.table, self._choices[micro_batch].window
-        decoding = table.decoding[micro_batch].values()
+        decoding: Collection[Sequence] = table.decoding[micro_batch].values()
         stalled_before = set(table.stalled)
         if stalled_before:
             self._preemption.unstall(micro_batch)
@@ -333,6 +337,9 @@ class Scheduler:
             self._evict_grown(micro_batch, self.limits.rotation_limit)
         if window > 1 and self.limits.draft_limit is not None:
             self._end_drafts(micro_batch, self.limits.draft_limit)
+        self.left_out = 0
+        if self.limits.guided_sit_out and table.guided:
+            decoding = [s for s in decoding if not self._sits_out(s)]
         size, lookahead = self.limits.block_size, self.limits.lookahead
         needy: dict[Sequence, int] = {}
         for sequence in decoding:
@@ -349,7 +356,12 @@ class Scheduler:
                 for _ in range(needy[sequence]):
                     assignments.append(table.assign_block(sequence))
         rows = table.row_maps.get((micro_batch, window))
-        if rows is None:
+        if self.limits.guided_sit_out and table.guided:
+            decoding = [s for s in decoding if s.state is State.DECODING]
+            self.left_out = sum(map(self._sits_out, table.decoding[micro_batch].values()))
+        if self.left_out:
+            rows = row_map(decoding, window)
+        elif rows is None:
             rows = table.row_maps[micro_batch, window] = row_map(decoding, window)
         after = number - 1
         if self._are_several:
@@ -367,6 +379,11 @@ class Scheduler:
         for sequence in complete:
             table.leave(sequence, State.ENDING)
         return rows, after
+
+    def _sits_out(self, sequence: Sequence) -> bool:
+        """Its next row needs tokens that are in flight."""
+        is_guided = sequence.extras is not None and sequence.extras.guided
+        return is_guided and sequence.last_ticket > self.table.retired_ticket
 
     def _evict_grown(self, micro_batch: int, limit: int) -> None:
         """Evict those whose next token is the first that needs the rotations of long requests."""

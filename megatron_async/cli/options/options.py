@@ -14,6 +14,7 @@ from megatron_async.cli.options.values import asynchronous, graph_count, integer
 from megatron_async.config.engine_config import (
     DEFAULT_ASYNC_DEPTH,
     DEFAULT_RANK_TIMEOUT_SECONDS,
+    GUIDED_ROWS,
     LEAST_DRAFT_COST,
     MAX_COUNT,
     MAX_DEPTH,
@@ -229,6 +230,9 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int | None) 
     said = "log the counters on stderr every N steps; 0 is never (default: 0)"
     add("--inference-logging-step-interval", type=integer(0), default=0, metavar="N", help=said)
     _add_drafting_options(add)
+    said = "rows of structured outputs: in each step, or left out while a token of theirs is in "
+    said += "flight, so that other rows keep their depth (default: wait)"
+    add("--guided-rows", choices=GUIDED_ROWS, default="wait", help=said)
     said = "most batch sizes captured as CUDA graphs; -1 captures all (default)"
     add(FLAGS["num_cuda_graphs"], dest="num_cuda_graphs", type=graph_count, metavar="N", help=said)
     said = "capture no steps with prefill chunks: a faster start, slower prompts"

@@ -23,7 +23,13 @@ from megatron_async.engine.commands import (
     UpdateSamplingParams,
     UpdateWeights,
 )
-from megatron_async.engine.metrics import EngineCounters, Idle, NotOverlapped, Observers
+from megatron_async.engine.metrics import (
+    EngineCounters,
+    GuidedRow,
+    Idle,
+    NotOverlapped,
+    Observers,
+)
 from megatron_async.engine.recording import Recorder
 from megatron_async.engine.requests.guidance import Guidance
 from megatron_async.engine.requests.output_processor import OutputProcessor
@@ -95,6 +101,8 @@ class DecodeLoop:
         """New sampling parameters whose control has not been launched."""
         self._plans_without_rows = 0
         """In a row, with nothing in flight and a request that is not paused."""
+        self._prepared: Ticket | None = None
+        """The last one that has what guides its rows."""
         self._logged_at = 0
         self._observers = Observers()
         self._observed: list[Any] = []
@@ -133,6 +141,8 @@ class DecodeLoop:
         self._plans_without_rows = 0
         self.counters.launched(plan, len(self._scheduler.table.waiting.items))
         self._outputs.launched(plan)
+        if self._scheduler.left_out:
+            self.counters.guided_rows[GuidedRow.SAT_OUT.value] += self._scheduler.left_out
         if self._updated:
             first = plan.number if sampled is None else sampled.number
             for key, params in self._updated:
@@ -163,7 +173,8 @@ class DecodeLoop:
         """What is not needed in every step: the log, and what guides requests.
 
         The S that the next launch brings needs all tokens before those of a guided request, so what
-        the step stands on whose logits it samples is committed. Its forward goes on.
+        the step stands on whose logits it samples is committed. Its forward goes on. Rows that sit
+        launches out had no tokens in flight when they were launched.
         """
         if self._logging_interval:
             self._log_step()
@@ -172,8 +183,9 @@ class DecodeLoop:
         pending = self._runner.pending
         if pending is None:
             return
-        while self._in_flight[0].number <= pending.plan.after:
-            self._commit_oldest(None)
+        if not self._scheduler.limits.guided_sit_out:
+            while self._in_flight[0].number <= pending.plan.after:
+                self._commit_oldest(None)
         if self._guidance.has_processors(pending.plan):
             self.drain(NotOverlapped.LOGITS_PROCESSOR)
         else:
@@ -183,8 +195,11 @@ class DecodeLoop:
         """Prepare what S of the pending ticket needs of the grammars and functions that guide its
         rows. What interrupts it before S is launched has changed nothing: masks are written, and
         functions called, again."""
+        if self._prepared is pending:
+            return
         try:
             self._scheduler.foresee(self._guidance.prepare(pending))
+            self._prepared = pending
         except BaseException as error:
             launched = self._runner.pending is not pending or self._runner.launching
             if not launched and not self._is_of_device(error):
@@ -286,6 +301,8 @@ class DecodeLoop:
             return barrier
         if self._scheduler.is_short:
             return NotOverlapped.NO_CAPACITY
+        if self._scheduler.left_out:
+            return NotOverlapped.SAT_OUT
         return NotOverlapped.PAUSED if self._scheduler.has_unfinished else NotOverlapped.DRAINED
 
     def _log_step(self) -> None:

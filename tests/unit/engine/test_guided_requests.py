@@ -75,9 +75,9 @@ def engine(depth: int, device: str = "cpu", **values: Any) -> DynamicInferenceEn
 
 
 def run(
-    depth: int, event: str, device: str = "cpu"
+    depth: int, event: str, device: str = "cpu", **values: Any
 ) -> tuple[dict[str, DynamicInferenceRequest], Any]:
-    drafts: dict[str, Any] = {}
+    drafts: dict[str, Any] = {**values}
     if event == "drafts" and device == "cpu":
         drafts["model"] = DraftingHashModel(2, 0.2)
     elif event == "drafts":  # the hash model drafts on the host, which no graph can capture
