@@ -139,6 +139,7 @@ class Rig:
             block_size_tokens=BLOCK_SIZE,
             last_token_index=None,
             window=1,
+            scales=None,
             has_gaps=False,
             num_speculative_tokens=0,
             batch_invariant=False,

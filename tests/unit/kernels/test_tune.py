@@ -41,6 +41,8 @@ from megatron_async.models.fused import tuning as tuner
 from megatron_async.models.fused.blocks.gemms import Gemm
 from megatron_async.models.fused.blocks.moe_block import is_mixture
 from megatron_async.models.fused.decoder import FusedDecoder
+from tests.support import emulator
+from tests.support.cuda_kernels import emulated
 from tests.support.engines import config_at, greedy
 
 SMS = 132
@@ -241,6 +243,26 @@ def test_attention_in_modules_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coverage, "attention_why_not", lambda layer, model: "it has sinks")
     reason = timed_step.attention_in_modules(model)
     assert reason == "the attention of layer 1 is computed by its module: it has sinks"
+
+
+@emulated
+@pytest.mark.parametrize("quantize", (False, True))
+def test_a_timed_step_has_all_that_the_blocks_ask_for(
+    quantize: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulator.install(monkeypatch)
+    monkeypatch.setattr(where, "device_why_not", lambda model: None)
+    config = replace(SHAPES["tiny-llama"], hidden_size=128, ffn_hidden_size=256, vocab_size=128)
+    config = replace(config, num_attention_heads=2, num_kv_heads=1, head_dim=64)
+    device = torch.device("cpu")
+    rig = timed_step.Rig(config, 2, layers=1, context=5, device=device, quantize=quantize)
+    step, logits = rig.decoder({}), torch.zeros(2, 128).bfloat16()
+    assert step.takes(logits, rig.context)
+    step.forward(rig.tokens, rig.positions, rig.context, logits)
+    assert logits.isfinite().all() and logits.any()
+    columns = {gemm.scale_columns for name, gemm in step.gemms.items() if name != "head"}
+    assert (columns == {0}) is not quantize
+    rig.close()
 
 
 # --- the command ----------------------------------------------------------------------------------
