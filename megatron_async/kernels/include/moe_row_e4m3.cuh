@@ -8,6 +8,7 @@
 #if SHARED
 #define SHARED_UP_GROUPS (H / SHARED_UP_COLUMNS)
 #define SHARED_DOWN_GROUPS (SHARED * INNER / SHARED_DOWN_COLUMNS)
+static_assert(SHARED_UP_COLUMNS % 16 == 0 && SHARED_DOWN_COLUMNS % 16 == 0, "a scale for a vector");
 #endif
 
 static_assert(UP_COLUMNS % 16 == 0 && DOWN_COLUMNS % 16 == 0, "a scale for a vector");
@@ -42,7 +43,7 @@ struct DownScales {
 #if SHARED
     if (expert >= EXPERTS)
       return of_shared[(size_t)column * SHARED_DOWN_GROUPS +
-                    ((expert - EXPERTS) * INNER + vector * 16) / SHARED_DOWN_COLUMNS];
+                       ((expert - EXPERTS) * INNER + vector * 16) / SHARED_DOWN_COLUMNS];
 #endif
     return of_routed[((size_t)expert * H + column) * DOWN_GROUPS + vector * 16 / DOWN_COLUMNS];
   }

@@ -250,7 +250,7 @@ def equal_experts(model: Any) -> None:
     GEMM that rounds otherwise, so that another expert is chosen, does not change the logits."""
     for module in model.modules():
         if is_mixture(module):
-            for weight in module.weights:
+            for weight in module.kept_weights:
                 if weight is not None:
                     weight.data.copy_(weight.data[:1].clone().expand_as(weight))
 
