@@ -154,6 +154,7 @@ class DecodeWorkload(Workload):
             drafts=drafts.count if drafts.method == "mtp" else 0,
             draft_model=model.draft_config,
             kv_itemsize=model.network.kv_cache_spec.stored.itemsize,
+            layer_itemsize=model.layer_itemsize,
             **model.layout_sizes,
             experts=experts,
         )

@@ -64,6 +64,13 @@ class BenchmarkModel:
         return None if self.network.kv_cache_spec.kept is None else "fp8"
 
     @property
+    def layer_itemsize(self) -> int:
+        """Bytes of most elements of its layers."""
+        from megatron_async.models.quantized import linear
+
+        return 1 if linear.quantized(self.network.model) else self.dtype.itemsize
+
+    @property
     def layout_sizes(self) -> dict[str, int]:
         """Ranks and micro-batches, as floors take them; empty for one rank."""
         if self.group is None:

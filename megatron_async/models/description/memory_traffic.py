@@ -6,7 +6,12 @@ from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.mamba.sizes import ATTENTION, EXPERTS, MAMBA
 
 
-def weight_bytes(config: ModelConfig, itemsize: int, experts: float | None = None) -> int:
+def weight_bytes(
+    config: ModelConfig,
+    itemsize: int,
+    experts: float | None = None,
+    layer_itemsize: int | None = None,
+) -> int:
     """Bytes of weights that one decode step reads, without drafts.
 
     All of the decoder and the output projection. Of an input embedding that is not the output
@@ -15,19 +20,26 @@ def weight_bytes(config: ModelConfig, itemsize: int, experts: float | None = Non
 
     Args:
         experts: how many of each layer's the step's tokens have chosen; None is all.
+        layer_itemsize: bytes of an element of the decoder's layers, the few of norms and routers
+            among them; None is ``itemsize``.
     """
     layers = sum(_layer_elements(config, layer, experts) for layer in range(config.num_layers))
-    total = layers + _norm_elements(config) + config.vocab_size * config.hidden_size
-    return round(itemsize * total)
+    rest = _norm_elements(config) + config.vocab_size * config.hidden_size
+    return round((layer_itemsize or itemsize) * layers + itemsize * rest)
 
 
-def mtp_weight_bytes(config: ModelConfig, itemsize: int, experts: float | None = None) -> int:
+def mtp_weight_bytes(
+    config: ModelConfig,
+    itemsize: int,
+    experts: float | None = None,
+    layer_itemsize: int | None = None,
+) -> int:
     """Bytes of weights that a draft by multi-token prediction reads: a layer of its own, and the
     output projection once more."""
     hidden = config.hidden_size
     layer = _layer_elements(config, config.num_layers, experts)
     layer += 2 * hidden * hidden + 3 * _norm_elements(config)
-    return round(itemsize * (layer + config.vocab_size * hidden))
+    return round((layer_itemsize or itemsize) * layer + itemsize * config.vocab_size * hidden)
 
 
 def expected_experts(config: ModelConfig, tokens: int) -> float | None:
@@ -157,6 +169,7 @@ def floor_ms(
     experts: float | None = None,
     state_itemsize: int = 4,
     kv_itemsize: int | None = None,
+    layer_itemsize: int | None = None,
     tensor: int = 1,
     expert: int = 1,
     pipeline: int = 1,
@@ -175,15 +188,15 @@ def floor_ms(
             its tokens, see :func:`expected_experts`.
         state_itemsize: bytes of an element of recurrent states.
         kv_itemsize: bytes of an element of the model's keys and values; None is ``itemsize``.
+        layer_itemsize: and of its layers, as :func:`weight_bytes` takes it.
         tensor, expert, pipeline, micro_batches: sizes of the layout.
     """
     load = batch_size, prompt_tokens + new_tokens / 2
     if experts is None:
         experts = expected_experts(config, batch_size // micro_batches * (1 + drafts))
     # Experts alone are spread further than tensor-parallel ranks.
-    all_ranks = weight_bytes(config, itemsize, 0.0) / tensor
-    of_experts = weight_bytes(config, itemsize, experts) - weight_bytes(config, itemsize, 0.0)
-    weights = (all_ranks + of_experts / max(tensor, expert)) / pipeline
+    whole, of_all = (weight_bytes(config, itemsize, n, layer_itemsize) for n in (experts, 0.0))
+    weights = (of_all / tensor + (whole - of_all) / max(tensor, expert)) / pipeline
     kept = itemsize if kv_itemsize is None else kv_itemsize
     read = weights * micro_batches + kv_bytes(config, kept, *load) / (tensor * pipeline)
     read += batch_size * state_bytes(config, itemsize, state_itemsize)
@@ -192,7 +205,7 @@ def floor_ms(
     if draft_model is None:
         drafting = expected_experts(config, batch_size)
         kv = kv_bytes(config, kept, *load, layers=1)
-        draft = kv + mtp_weight_bytes(config, itemsize, drafting)
+        draft = kv + mtp_weight_bytes(config, itemsize, drafting, layer_itemsize)
     else:
         drafting = expected_experts(draft_model, batch_size)
         kv = kv_bytes(draft_model, itemsize, *load)

@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from megatron_async.benchmark.measuring import engines
+from megatron_async.benchmark.model import BenchmarkModel
 from megatron_async.cli.main import main
+from megatron_async.models.build import build_random_model
 from megatron_async.models.description.memory_traffic import floor_ms
 from megatron_async.models.description.shapes import SHAPES
+from megatron_async.models.gpt_network import GPTNetwork
 
 SMALL = ("--shape", "tiny-llama", "--device", "cpu", "--rounds", "1")
 LOADS = {
@@ -59,3 +62,14 @@ def test_floor_reads_as_many_bytes_of_the_cache_as_it_keeps() -> None:
     whole, kept = (floor_ms(config, 4, 1e3, kv_itemsize=n, **load) for n in (None, 1))
     row = 2 * config.num_kv_heads * config.head_dim * config.num_layers
     assert whole - kept == pytest.approx(3 * row * 3 * 20)
+
+
+def test_layers_in_e4m3_have_a_byte_an_element() -> None:
+    config, cpu = SHAPES["tiny-llama"], torch.device("cpu")
+    found = []
+    for quantize in (False, True):
+        model = build_random_model(config, device=cpu, dtype=torch.bfloat16, quantize=quantize)
+        network = GPTNetwork(model)
+        made = BenchmarkModel("tiny-llama", config, network, cpu, torch.bfloat16, 0.0)
+        found.append(made.layer_itemsize)
+    assert found == [2, 1]

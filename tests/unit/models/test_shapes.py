@@ -75,6 +75,12 @@ def test_weight_bytes_are_those_of_the_parameters_read(shape: str) -> None:
         if "word_embeddings" not in name
     )
     assert weight_bytes(SHAPES[shape], 4) == 4 * read
+    behind = sum(
+        parameter.numel()
+        for name, parameter in model.named_parameters()
+        if "output_layer" in name or "final" in name
+    )
+    assert weight_bytes(SHAPES[shape], 4, layer_itemsize=1) == read - behind + 4 * behind
 
 
 @pytest.mark.parametrize("shape", ("tiny-llama", "gpt2"))
