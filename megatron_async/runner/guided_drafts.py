@@ -44,10 +44,16 @@ class GuidedDrafts:
         """Slots."""
         self._guesses: dict[int, Sequence[Guess]] = {}
         """By ticket whose S has not been launched."""
+        rows, count = self._shape
+        # Entries begin at multiples of 16 bytes: a kernel is compiled once for all.
+        size = -(-rows * (2 + (1 + count) ** 2) // 4) * 4
+        pinned = slots.drafts.device.type == "cuda"
+        self._words = torch.zeros(entries, size, dtype=torch.int32, pin_memory=pinned)
+        """Guesses on their way, which the device reads itself. What follows those of ticket n is
+        ahead of F(n + 1), which is over before ticket n + entries is guessed."""
         self._showing = device.capture(self._publish, "drafts")
         # What a first guess would compile or load is made now; this one fits no row.
-        nothing = packed([Guess(len(slots.drafts) - 1, 0, ((),))], 1 + self._shape[1])
-        device.enqueue(partial(self._follow, torch.from_numpy(nothing)), "drafts")
+        self._follow_behind(0, [Guess(rows - 1, 0, ((),))])
 
     def admit(self, slot: int, *, is_guided: bool) -> None:
         """A request takes ``slot``."""
@@ -116,16 +122,22 @@ class GuidedDrafts:
         were guessed to follow are the row's drafts."""
         guesses = self._guesses.pop(ticket, None)
         if guesses:
-            words = packed(guesses, 1 + self._shape[1])
-            self._device.enqueue(partial(self._follow, torch.from_numpy(words)), "drafts")
+            self._follow_behind(ticket, guesses)
+
+    def _follow_behind(self, ticket: int, guesses: Sequence[Guess]) -> None:
+        words = packed(guesses, 1 + self._shape[1])
+        entry = self._words[ticket % len(self._words), : words.size].view(words.shape)
+        entry.numpy()[:] = words
+        self._device.enqueue(partial(self._follow, entry), "drafts")
 
     def _follow(self, words: torch.Tensor) -> None:
         state, on = self._slots, self._slots.drafts.device
         follow = follow_guesses
         if on.type == "cuda":
-            words = words.pin_memory().to(on, non_blocking=True)
             if trial.GUESSES and has_triton():
                 from megatron_async.kernels.drafting.guesses import follow_guesses_gpu as follow
+            else:
+                words = words.to(on, non_blocking=True)
         follow(state.drafts, state.last_token, state.kv_length, words)
 
     def restart(self) -> None:
