@@ -117,3 +117,13 @@ def forced_stretches_come_as_drafts(depth: int, debug: bool = True) -> None:
             assert request.counters.accepted == 0
         elif "y0z0" in ask.regex:
             assert request.counters.accepted > 5, request.counters
+
+
+def rows_that_sit_launches_out_are_those_of_the_oracle(depth: int, debug: bool = True) -> None:
+    """What drafts knows the grammars and errs."""
+    try:
+        asks, requests, _ = play(depth, debug, guided_rows="sit_out")
+    except (IntegrityError, KeyError, IndexError) as error:
+        raise AssertionError("an engine's own check has found it") from error
+    for ask, request in zip(asks, requests, strict=True):
+        assert (request.generated_tokens, request.finish_reason) == decode_alone(ask), ask

@@ -22,6 +22,7 @@ from megatron_async.cache.prefix_cache import ROOT, PrefixCache
 from megatron_async.cache.state_snapshots import StateSnapshots
 from megatron_async.device.cpu import CpuDevice, CpuPacketRing, CpuResultRing
 from megatron_async.engine.metrics import NotOverlapped
+from megatron_async.engine.requests.guidance import Guidance
 from megatron_async.engine.stepping.loop import DecodeLoop
 from megatron_async.errors import IntegrityError
 from megatron_async.grammar.windows import WindowMasks
@@ -52,6 +53,7 @@ from tests.support.cuda_rings import CudaPackets, CudaResults, CudaRingsDevice
 from tests.support.guided_rows import (
     forced_stretches_come_as_drafts,
     guided_rows_draft_and_are_those_of_the_oracle,
+    rows_that_sit_launches_out_are_those_of_the_oracle,
 )
 from tests.support.patience import PATIENCE_SECONDS
 from tests.support.pinned import (
@@ -631,6 +633,33 @@ def guess_followed_from_another_place(original: Any) -> Any:
         original(drafts, last_token, kv_length - 1, words)
 
     return follow_guesses
+
+
+@pinned(Scheduler, "_sits_out", rows_that_sit_launches_out_are_those_of_the_oracle, least_depth=1)
+def row_launched_while_its_token_is_in_flight(original: Any) -> Any:
+    """Its mask is made without that token."""
+    return lambda self, sequence: False
+
+
+@pinned(Scheduler, "_sits_out", rows_that_sit_launches_out_are_those_of_the_oracle, least_depth=2)
+def row_launched_a_ticket_too_early(original: Any) -> Any:
+    def sits_out(self: Scheduler, sequence: Sequence) -> bool:
+        is_guided: bool = original(self, sequence)
+        return is_guided and sequence.last_ticket > self.table.retired_ticket + 1
+
+    return sits_out
+
+
+@pinned(Guidance, "prepare", rows_that_sit_launches_out_are_those_of_the_oracle)
+def row_that_sat_out_has_no_mask(original: Any) -> Any:
+    """As if it had been made for the launch before."""
+
+    def prepare(self: Guidance, ticket: Ticket) -> Any:
+        found = original(self, ticket)
+        self._runner.claim_masks(ticket)
+        return found
+
+    return prepare
 
 
 # --- recurrent state and experts ----------------------------------------------------------------
