@@ -117,6 +117,10 @@ class Matcher:
         later, first: the library's matchers, of this text alone.
         start: what ``later`` is a copy of; from there it is made again where drafts on trial have
             left an error. None: drafts are tried on a copy.
+
+    Attributes:
+        grammar: the same object for all texts of a grammar, of which the library follows one at a
+            time.
     """
 
     def __init__(
@@ -136,7 +140,7 @@ class Matcher:
         self._forced = forced
         """None where nobody has asked."""
         self._allowed: npt.NDArray[np.int32] | None = None
-        self._start = start
+        self._start = self.grammar = start
         self._taken: list[int] = []
         """What the library's matcher has been given from its start on."""
         self._ways: list[tuple[int, Forced]] = []

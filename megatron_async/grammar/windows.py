@@ -58,13 +58,15 @@ class WindowMasks:
 
     Args:
         vocab_size: of the model.
-        threads: over which the texts of a step are divided. Those of one grammar take turns.
+        threads: over which the texts of a step are divided. Those of one grammar would wait for
+            each other: they stand together, and alone they get one thread.
     """
 
     def __init__(self, vocab_size: int, threads: int | None = None) -> None:
         if threads is None:
             threads = min(MOST_THREADS, max(1, (os.cpu_count() or 1) - 1))
-        self._executor = llguidance.LLExecutor(threads)
+        self._one = llguidance.LLExecutor(1)
+        self._many = llguidance.LLExecutor(threads) if threads > 1 else self._one
         self._bytes_at, self._bytes_bit = divmod(vocab_size, 32)
         self._end_bit = (vocab_size + 256) % 32
         self._make_room(1, library_words(vocab_size))
@@ -119,15 +121,19 @@ class WindowMasks:
         found = self._found[:count]
         found[:, -1] = NOT_REACHED
         pointer, size = self._pointer, self._size
+        grammars = {id(each.matcher.grammar) for each in quick}
+        executor = self._many if len(grammars) > 1 else self._one
+        if executor is not self._one:
+            quick = sorted(quick, key=lambda each: id(each.matcher.grammar))
         single = [(each.used, each.at) for each in quick if not each.drafts]
         if len(single) == 1:
             ((used, at),) = single
             used.unsafe_compute_mask_ptr(pointer + at * size, size)
         elif single:
-            self._executor.unsafe_compute_mask_ptr(single, pointer, size, count)
+            executor.unsafe_compute_mask_ptr(single, pointer, size, count)
         drafted = [(each.used, each.at, each.drafts) for each in quick if each.drafts]
         if drafted:
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, pointer, size, count)
+            executor.unsafe_compute_mask_ptr_with_draft_token(drafted, pointer, size, count)
         return found
 
     def _written(
