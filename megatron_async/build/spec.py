@@ -286,5 +286,5 @@ def limits_of(
         attention_window=model.attention_window if window == 1 else None,
         state_snapshots=state_snapshots,
         micro_batches=min(micro_batches_of(model, config), sizes.max_requests),
-        guided_sit_out=config.guided_rows == "sit_out",
+        guided_lag=config.effective_depth if config.guided_rows == "sit_out" else None,
     )

@@ -27,7 +27,6 @@ class NotOverlapped(str, Enum):
     DRAINED = "drained: every running request had its last token in flight"
     NO_CAPACITY = "drained: no row could be launched and no waiting request fitted"
     PAUSED = "drained: the requests that are left are paused"
-    SAT_OUT = "drained: the guided rows that are left sat a launch out"
     LOGGED = "barrier: a logged step"
     LOGITS_PROCESSOR = "barrier: a Python logits processor"
     SUSPENDED = "barrier: the engine was suspended"
@@ -41,7 +40,7 @@ class GuidedRow(str, Enum):
     WINDOW = "masks along the drafts of its window"
     TOKEN = "the mask of one token: it had no drafts"
     PROCESSOR = "a Python logits processor, behind a barrier"
-    SAT_OUT = "left out of a launch: a token of it was in flight"
+    SAT_OUT = "left out of a launch that would wait for a token of it"
 
 
 class Idle(str, Enum):

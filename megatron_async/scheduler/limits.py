@@ -20,11 +20,9 @@ class Limits:
     ``needs_guesses``: rows have no drafts but those that the host has guessed. Requests of
     more than ``rotation_limit`` tokens are computed with other rotations (longrope): one that
     reaches it is computed again as a whole. Tokens attend to no more than ``attention_window``
-    tokens, their own included: blocks behind it come free. ``guided_sit_out``: guided rows stay out
-    of steps while a token of theirs is in flight. ``paused_block_count``: blocks that
-    stalled requests may keep; None is all. ``state_snapshots``: of a model with recurrent layers
-    the places for snapshots of their state; None for other models. Running
-    requests are divided into ``micro_batches``, of which each step runs one.
+    tokens, their own included: blocks behind it come free.
+    ``guided_lag``: beside others guided rows stay out of steps while a ticket that has them is less
+    than so many before; None never.
 
     Attributes:
         window: most tokens that a decode row may bring.
@@ -50,7 +48,7 @@ class Limits:
     attention_window: int | None = None
     state_snapshots: int | None = None
     micro_batches: int = 1
-    guided_sit_out: bool = False
+    guided_lag: int | None = None
     window: int = field(init=False)
     blocks_per_row: int = field(init=False)
 

@@ -57,7 +57,9 @@ class Scheduler:
         costs: what decode steps cost, to leave out drafts that do not pay; None drafts all.
 
     Attributes:
-        left_out: guided rows that the last plan went without, since a token of theirs is in flight.
+        left_out: guided rows that the last plan went without, since it would wait for their tokens.
+        guided_after: the last ticket whose tokens the guided rows of the last launched plan need,
+            if they sit launches out.
         others: micro-batches that have rows to launch, less the one whose turn it is: as many steps
             of others are in flight when one is planned.
     """
@@ -80,6 +82,7 @@ class Scheduler:
         self._prompts = PromptPlanner(self.table, self._preemption, limits, self._micro_batches)
         self.others = 0
         self.left_out = 0
+        self.guided_after = self._needed = -1
         self._ends = ends
         self._most_drafts = limits.window - 1
         self._drafts = DraftControl(limits.windows, costs)
@@ -263,6 +266,7 @@ class Scheduler:
         if not rows.slots:
             return None
         self.next_ticket = number + 1
+        self.guided_after = self._needed
         control = tuple(table.control.values())
         table.control.clear()
         window, drafts, reason = 1, 0, ""
@@ -288,10 +292,11 @@ class Scheduler:
     def _open_windows(self, micro_batch: int) -> list[Sequence]:
         """Have the rows of the next step whose drafts the host has guessed bring them."""
         table, guessed = self.table, []
-        for key, sequence in table.decoding[micro_batch].items():
-            if self.limits.guided_sit_out and sequence.last_ticket > table.retired_ticket:
-                continue
-            window = min(1 + self._foreseen.pop(key, 0), sequence.asked_window)
+        decoding: Collection[Sequence] = table.decoding[micro_batch].values()
+        if self.limits.guided_lag is not None:
+            decoding = self._without_guided(decoding)
+        for sequence in decoding:
+            window = min(1 + self._foreseen.pop(sequence.key, 0), sequence.asked_window)
             if window > 1:
                 sequence.window = window
                 guessed.append(sequence)
@@ -337,9 +342,10 @@ class Scheduler:
             self._evict_grown(micro_batch, self.limits.rotation_limit)
         if window > 1 and self.limits.draft_limit is not None:
             self._end_drafts(micro_batch, self.limits.draft_limit)
-        self.left_out = 0
-        if self.limits.guided_sit_out and table.guided:
-            decoding = [s for s in decoding if not self._sits_out(s)]
+        self.left_out, self._needed = 0, -1
+        divides = self.limits.guided_lag is not None and table.guided
+        if divides:
+            decoding = self._without_guided(decoding)
         size, lookahead = self.limits.block_size, self.limits.lookahead
         needy: dict[Sequence, int] = {}
         for sequence in decoding:
@@ -356,9 +362,11 @@ class Scheduler:
                 for _ in range(needy[sequence]):
                     assignments.append(table.assign_block(sequence))
         rows = table.row_maps.get((micro_batch, window))
-        if self.limits.guided_sit_out and table.guided:
+        if divides:
             decoding = [s for s in decoding if s.state is State.DECODING]
-            self.left_out = sum(map(self._sits_out, table.decoding[micro_batch].values()))
+            self.left_out = len(table.decoding[micro_batch]) - len(decoding)
+            needed = [s.last_ticket for s in decoding if _is_guided(s)]
+            self._needed = max(needed, default=-1)
         if self.left_out:
             rows = row_map(decoding, window)
         elif rows is None:
@@ -380,10 +388,15 @@ class Scheduler:
             table.leave(sequence, State.ENDING)
         return rows, after
 
+    def _without_guided(self, decoding: Collection[Sequence]) -> list[Sequence]:
+        """Those whose next row makes no launch wait; all where that would be none."""
+        return [s for s in decoding if not self._sits_out(s)] or list(decoding)
+
     def _sits_out(self, sequence: Sequence) -> bool:
-        """Its next row needs tokens that are in flight."""
-        is_guided = sequence.extras is not None and sequence.extras.guided
-        return is_guided and sequence.last_ticket > self.table.retired_ticket
+        """The launch behind that of its next row would wait for a token of it."""
+        newest, lag = sequence.last_ticket, self.limits.guided_lag or 0
+        is_near = newest > self.next_ticket - lag and newest > self.table.retired_ticket
+        return is_near and _is_guided(sequence)
 
     def _evict_grown(self, micro_batch: int, limit: int) -> None:
         """Evict those whose next token is the first that needs the rotations of long requests."""
@@ -528,3 +541,7 @@ class Scheduler:
                 f"request {key}: the host takes {len(window)} tokens and says {reason}, the device "
                 f"brought {count} with status {status}"
             )
+
+
+def _is_guided(sequence: Sequence) -> bool:
+    return sequence.extras is not None and sequence.extras.guided

@@ -635,19 +635,16 @@ def guess_followed_from_another_place(original: Any) -> Any:
     return follow_guesses
 
 
-@pinned(Scheduler, "_sits_out", rows_that_sit_launches_out_are_those_of_the_oracle, least_depth=1)
-def row_launched_while_its_token_is_in_flight(original: Any) -> Any:
-    """Its mask is made without that token."""
-    return lambda self, sequence: False
+@pinned(Scheduler, "plan", rows_that_sit_launches_out_are_those_of_the_oracle, least_depth=2)
+def rows_launched_together_wait_for_no_token(original: Any) -> Any:
+    """Where all rows are guided none sits out, and masks need tokens in flight."""
 
+    def plan(self: Scheduler) -> Plan | None:
+        found: Plan | None = original(self)
+        self.guided_after = -1
+        return found
 
-@pinned(Scheduler, "_sits_out", rows_that_sit_launches_out_are_those_of_the_oracle, least_depth=2)
-def row_launched_a_ticket_too_early(original: Any) -> Any:
-    def sits_out(self: Scheduler, sequence: Sequence) -> bool:
-        is_guided: bool = original(self, sequence)
-        return is_guided and sequence.last_ticket > self.table.retired_ticket + 1
-
-    return sits_out
+    return plan
 
 
 @pinned(Guidance, "prepare", rows_that_sit_launches_out_are_those_of_the_oracle)

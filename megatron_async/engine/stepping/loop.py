@@ -173,8 +173,8 @@ class DecodeLoop:
         """What is not needed in every step: the log, and what guides requests.
 
         The S that the next launch brings needs all tokens before those of a guided request, so what
-        the step stands on whose logits it samples is committed. Its forward goes on. Rows that sit
-        launches out had no tokens in flight when they were launched.
+        the step stands on whose logits it samples is committed. Its forward goes on. Of rows that
+        sit launches out these tokens are committed as a rule.
         """
         if self._logging_interval:
             self._log_step()
@@ -183,9 +183,10 @@ class DecodeLoop:
         pending = self._runner.pending
         if pending is None:
             return
-        if not self._scheduler.limits.guided_sit_out:
-            while self._in_flight[0].number <= pending.plan.after:
-                self._commit_oldest(None)
+        sits_out = self._scheduler.limits.guided_lag is not None
+        after = self._scheduler.guided_after if sits_out else pending.plan.after
+        while self._in_flight[0].number <= after:
+            self._commit_oldest(None)
         if self._guidance.has_processors(pending.plan):
             self.drain(NotOverlapped.LOGITS_PROCESSOR)
         else:
@@ -301,8 +302,6 @@ class DecodeLoop:
             return barrier
         if self._scheduler.is_short:
             return NotOverlapped.NO_CAPACITY
-        if self._scheduler.left_out:
-            return NotOverlapped.SAT_OUT
         return NotOverlapped.PAUSED if self._scheduler.has_unfinished else NotOverlapped.DRAINED
 
     def _log_step(self) -> None:
