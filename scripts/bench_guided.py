@@ -29,7 +29,7 @@ MANY = 500
 
 
 class Figures(NamedTuple):
-    """Of one round."""
+    """What a round gave."""
 
     ms: float
     guided: float

@@ -146,8 +146,8 @@ class EngineConfig:
             and structured output, and capture the steps of requests that ask for them; the log
             says how much at the start. Without it such requests are refused.
         guided_rows: how rows whose masks need all tokens before are launched: "wait", in each
-            step, of which one is in flight then; or "sit_out", in those behind whose last token
-            they are, while rows that nothing guides keep their depth. It changes no token.
+            step, of which one is in flight then; or "sit_out", in those behind which no launch
+            waits for them, so that other rows keep their depth. It changes no token.
         return_routed_experts: hand out the experts that each token went to, to requests that ask
             for them. Each layer of experts then leaves them in a buffer of the device.
         capture_mixed_steps: capture steps with prefill chunks too, one graph for each token

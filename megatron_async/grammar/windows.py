@@ -104,7 +104,7 @@ class WindowMasks:
         return runs
 
     def _opened(self, windows: Sequence[Window]) -> tuple[list[_Quick], int]:
-        """Those that the library can do at once, and how many masks they have."""
+        """Return the windows that the library can do at once, and how many masks they have."""
         quick, at = [], 0
         for number, window in enumerate(windows):
             matcher = window.text.plain

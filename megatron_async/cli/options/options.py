@@ -230,8 +230,8 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int | None) 
     said = "log the counters on stderr every N steps; 0 is never (default: 0)"
     add("--inference-logging-step-interval", type=integer(0), default=0, metavar="N", help=said)
     _add_drafting_options(add)
-    said = "rows of structured outputs: in each step, or left out while a token of theirs is in "
-    said += "flight, so that other rows keep their depth (default: wait)"
+    said = "rows of structured outputs: in each step, or left out where the next would wait for "
+    said += "them, so that other rows keep their depth (default: wait)"
     add("--guided-rows", choices=GUIDED_ROWS, default="wait", help=said)
     said = "most batch sizes captured as CUDA graphs; -1 captures all (default)"
     add(FLAGS["num_cuda_graphs"], dest="num_cuda_graphs", type=graph_count, metavar="N", help=said)
