@@ -21,8 +21,8 @@ class Limits:
     more than ``rotation_limit`` tokens are computed with other rotations (longrope): one that
     reaches it is computed again as a whole. Tokens attend to no more than ``attention_window``
     tokens, their own included: blocks behind it come free.
-    ``guided_lag``: beside others guided rows stay out of steps while a ticket that has them is less
-    than so many before; None never.
+    ``guided_lag``: beside others guided rows stay out of a step while one of the last
+    ``guided_lag`` - 1 tickets has them; None never.
 
     Attributes:
         window: most tokens that a decode row may bring.

@@ -45,8 +45,8 @@ def weight_of(layer: Any, dtype: torch.dtype) -> Tensor:
 
 
 def product(layer: Any, x: Tensor) -> Tensor:
-    """``x [..., k]`` times the weight, ``[..., n]``: by a kernel that reads e4m3 where there is one
-    for so many rows."""
+    """``x [..., k]`` times the weight, ``[..., n]``: by a kernel that reads e4m3 where
+    ``wide_e4m3.takes`` says so."""
     weight: Tensor = layer.weight
     if weight.dtype == E4M3 and x.is_cuda and x.dtype == torch.bfloat16 and HAS_TRITON:
         from megatron_async.kernels.gemm import batch_invariant, wide_e4m3
