@@ -20,7 +20,10 @@ class Limits:
     ``needs_guesses``: rows have no drafts but those that the host has guessed. Requests of
     more than ``rotation_limit`` tokens are computed with other rotations (longrope): one that
     reaches it is computed again as a whole. Tokens attend to no more than ``attention_window``
-    tokens, their own included: blocks behind it come free.
+    tokens, their own included: blocks behind it come free. ``paused_block_count``: blocks that
+    stalled requests may keep; None is all. ``state_snapshots``: of a model with recurrent layers
+    the places for snapshots of their state; None for other models. Running
+    requests are divided into ``micro_batches``, of which each step runs one.
     ``guided_lag``: beside others guided rows stay out of a step while one of the last
     ``guided_lag`` - 1 tickets has them; None never.
 
