@@ -111,6 +111,7 @@ def test_report_says_what_was_measured_where(report: dict[str, Any]) -> None:
         "shape",
         "model",
         "dtype",
+        "kv_cache_dtype",
         "load",
         "drafts",
         "build_seconds",
