@@ -36,10 +36,11 @@ compiles = pytest.mark.skipif(not _has_assembler(), reason="Triton has no assemb
 
 
 class Compiled(NamedTuple):
-    """A kernel, and the bytes that one of its blocks takes."""
+    """A kernel, the bytes that one of its blocks takes, and its code in PTX."""
 
     name: str
     shared: int
+    ptx: str
 
 
 class _Driver:
@@ -75,7 +76,7 @@ def compiling_for(capability: int | None) -> Iterator[list[Compiled]]:
 
     def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        found.append(Compiled(self.__name__, kernel.metadata.shared))
+        found.append(Compiled(self.__name__, kernel.metadata.shared, kernel.asm["ptx"]))
         return kernel
 
     with pytest.MonkeyPatch.context() as patch:

@@ -106,6 +106,22 @@ def scan(sizes: MambaSizes, dtype: torch.dtype, device: str = "meta") -> None:
     """Prefill chunks of a Mamba-2 layer."""
     from megatron_async.kernels.mamba.scan_triton import scan_chunks_triton
 
+    scan_chunks_triton(*_layer(sizes, dtype, device))
+
+
+def mix(sizes: MambaSizes, dtype: torch.dtype, *, chunks: bool, device: str = "meta") -> None:
+    """Windows of a Mamba-2 layer, or prefill chunks with the bits of these."""
+    from megatron_async.kernels.mamba.mix_triton import MixWorkspace, mix_rows_triton
+
+    workspace = MixWorkspace(32, 2, sizes, torch.device(device))
+    most = 0 if chunks else 3
+    arguments = _layer(sizes, dtype, device)
+    mix_rows_triton(*arguments, most=most, workspace=workspace, chunks=chunks)
+
+
+def _layer(
+    sizes: MambaSizes, dtype: torch.dtype, device: str
+) -> tuple[Tensor, MambaParameters, LayerStates, StateRows, Tensor]:
     def of(*size: int, dtype: torch.dtype = dtype) -> Tensor:
         return empty(*size, dtype=dtype, device=device)
 
@@ -119,4 +135,4 @@ def scan(sizes: MambaSizes, dtype: torch.dtype, device: str = "meta") -> None:
         of(5, sizes.heads, sizes.head_dim, sizes.state_size, dtype=wide),
     )
     rows = StateRows(*(of(2, dtype=torch.int64) for _ in range(6)))
-    scan_chunks_triton(of(32, sizes.projection), parameters, states, rows, of(32, sizes.inner))
+    return of(32, sizes.projection), parameters, states, rows, of(32, sizes.inner)

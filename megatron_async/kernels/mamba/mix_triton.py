@@ -84,7 +84,8 @@ def _activated(total, bias, dtype: tl.constexpr):
 
 @triton.jit
 def _updated(state, x, b, dt, rate, dtype: tl.constexpr):
-    state = state * tl.exp(dt * rate) + (x * dt)[:, None] * b[None, :]
+    # A compiler fuses one of two products into their sum, now the first and now the second.
+    state = tl.fma(state, tl.exp(dt * rate), (x * dt)[:, None] * b[None, :])
     return state.to(dtype).to(tl.float32)
 
 
@@ -94,7 +95,8 @@ def _output(
     INNER: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Gate, and write for the norm or as the result."""
-    y = tl.sum(state * c[None, :], axis=1) + d * x
+    # Rounded products: in a sum of two of them a compiler would fuse one.
+    y = tl.fma(d, x, tl.sum(tl.fma(state, c[None, :], 0.0), axis=1))
     if NORM != 2:
         z = load(token_ptr - INNER + channel, is_channel, EVEN).to(tl.float32)
         y *= silu(z)

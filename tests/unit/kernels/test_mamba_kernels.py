@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import torch
 
 from megatron_async.kernels.mamba.layer import MambaSizes
 from megatron_async.kernels.mamba.reference import mix_rows, scan_chunks
+from tests.support.compiled_kernels import HOPPER, compiles, compiling_for
 from tests.support.interpreter import HAS_TRITON, mend_interpreter, on_devices
+from tests.support.launches import mix
 from tests.support.mamba_cases import parameters_of, pool_of, rows_of
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not built for this platform")
@@ -162,3 +165,19 @@ def test_tokens_of_chunks_have_the_bits_of_decoding(device: str) -> None:
     rows = rows_of((0, 6, 2, 6, 0, 1), device=device)
     mix_rows_triton(projected, parameters, together, rows, outs[1], most=2, workspace=workspace)
     assert outs[1].equal(outs[0])
+
+
+@compiles
+@pytest.mark.parametrize("chunks", (False, True))
+def test_states_are_updated_alike_in_all_places_of_a_kernel(chunks: bool) -> None:
+    """An accepted draft, a row's first token and the further ones have code of their own. What a
+    state decays by, an exponential, is multiplied and added to in one rounding in all of them."""
+    with compiling_for(HOPPER) as found:
+        mix(EVEN, torch.float32, chunks=chunks)
+    ptx = found[0].ptx
+    decays = set(re.findall(r"ex2\.approx\.f32\s+(%\w+)", ptx))
+    fused, apart = (
+        [pair for pair in re.findall(rf"{kind}\s+%\w+, (%\w+), (%\w+)", ptx) if decays & {*pair}]
+        for kind in (r"fma\.rn\.f32", r"mul\.f32")
+    )
+    assert len(decays) >= 3 and len(fused) >= 3 and not apart
