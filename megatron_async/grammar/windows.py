@@ -3,6 +3,8 @@ GIL and over several threads."""
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_async.grammar.matcher import Follows, Matcher, library_words
+
+logger = logging.getLogger(__name__)
 
 Mask = npt.NDArray[np.int32]
 
@@ -89,7 +93,8 @@ class WindowMasks:
         failed = False
         try:
             found = self._find(quick, count)
-        except Exception:  # of the library: by themselves others may go on
+        except Exception as error:  # of the library: by themselves others may go on
+            _warn(f"{type(error).__name__}: {error}")
             failed, found = True, self._found[:0]
         last = found[:, -1].tolist()
         tails = found[:, self._bytes_at :].tobytes()
@@ -160,6 +165,14 @@ class WindowMasks:
         except Exception:  # they are guesses, and so is an error of them
             return ()
         return tuple(run if len(run) > 1 else () for run in runs)
+
+
+@functools.cache
+def _warn(error: str) -> None:
+    logger.warning(
+        "masks of a step were made one by one, which takes longer, since all at once failed (%s)",
+        error,
+    )
 
 
 def fill_masks(window: Window) -> Runs:
