@@ -250,7 +250,7 @@ class SkinnyGemm:
                 next_weight, scaled_out, statistics_out, x.shape[0], row, self._workspace,
                 self._arrivals, self._weight_map(weight), self._x_map(x),
             )  # fmt: skip
-            if weight_scale is not None:
+            if self._scale_columns:
                 arguments = WgmmaE4m3Arguments(*arguments[:-2], weight_scale, *arguments[-2:])  # type: ignore[arg-type]
         else:
             arguments = MmaArguments(
@@ -264,7 +264,10 @@ class SkinnyGemm:
         self.kernel.launch(self._grid, arguments, *further)
 
     def _weight_map(self, weight: Tensor) -> TensorMap:
-        """The weight in TMA tiles of a CTA's rows."""
+        """The weight in TMA tiles of a CTA's rows, which the kernel takes without its dtype."""
+        wanted = torch.float8_e4m3fn if self._scale_columns else torch.bfloat16
+        if weight.dtype != wanted:
+            raise TypeError(f"{self._config.kernel}: w must be {wanted}, not {weight.dtype}")
         key, tiles = weight.data_ptr(), self._config.row_tiles
         row, columns = self._k * weight.element_size(), stage_columns(self._scale_columns)
         if key not in self._weight_maps:

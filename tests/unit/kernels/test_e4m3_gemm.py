@@ -338,14 +338,17 @@ def test_the_reference_is_the_sum_over_groups_of_scaled_sums() -> None:
 
 
 @emulated
-def test_a_kernel_takes_one_format_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("place", (0, 4))
+def test_a_kernel_takes_one_format_of_weights(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     emulator.install(monkeypatch)
-    config, cpu = TileConfig(1, 4, 1, 1, 2), torch.device("cpu")
+    columns, rows, config = _PLACES[place]
+    columns = columns or 256
     gemm = SkinnyGemm(
-        256, 256, 8, NO_NORM, STORE, RMS_NORM, config, cpu, scale_columns=32
-    )  # the kernel of the first of _PLACES
-    x, out = torch.zeros(8, 256).bfloat16(), torch.full((8, 256), 7.0).bfloat16()
-    weight, scale = torch.zeros(256, 256), torch.ones(256, 8)
+        256, 256, rows, NO_NORM, STORE, RMS_NORM, config, torch.device("cpu"),
+        scale_columns=columns,
+    )  # fmt: skip
+    x, out = torch.zeros(rows, 256).bfloat16(), torch.full((rows, 256), 7.0).bfloat16()
+    weight, scale = torch.zeros(256, 256), torch.ones(256, 256 // columns)
     with pytest.raises(TypeError, match="w must be torch\\.float8_e4m3fn"):
         gemm(x, weight.bfloat16(), out, weight_scale=scale)
     e4m3 = weight.to(torch.float8_e4m3fn)
