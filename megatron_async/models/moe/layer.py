@@ -209,17 +209,15 @@ class MoELayer(MegatronModule):  # type: ignore[misc]
 
     @property
     def weights(self) -> ExpertWeights:
-        """The weights of the experts, multiplied out where e4m3 is kept. Of ranks that share each
-        expert the first one adds the last bias."""
+        """The weights of the experts, multiplied out where e4m3 is kept."""
         fc1, fc2 = self.experts.linear_fc1, self.experts.linear_fc2
-        adds_bias = self.ranks is None or self.ranks.expert_tensor_rank == 0
-        dtype = self.config.params_dtype
-        w1, w2 = weight_of(fc1, dtype), weight_of(fc2, dtype)
-        return ExpertWeights(w1, w2, fc1.bias, fc2.bias if adds_bias else None)
+        dtype, kept = self.config.params_dtype, self.kept_weights
+        return ExpertWeights(weight_of(fc1, dtype), weight_of(fc2, dtype), kept.b1, kept.b2)
 
     @property
     def kept_weights(self) -> KeptWeights:
-        """The weights of the experts, as the kernels read them."""
+        """The weights of the experts, as the kernels read them. Of ranks that share each expert the
+        first one adds the last bias."""
         fc1, fc2 = self.experts.linear_fc1, self.experts.linear_fc2
         adds_bias = self.ranks is None or self.ranks.expert_tensor_rank == 0
         return KeptWeights(
