@@ -73,11 +73,13 @@ def attention(
     *,
     latent: int | None = None,
     prefill: bool = False,
+    invariant: bool = False,
     device: str = "meta",
     block_size: int = 16,
     tokens: int = 8,
 ) -> None:
     """Decode rows, or the tokens of chunks."""
+    from megatron_async.kernels.attention.invariant_triton import invariant_chunks, invariant_rows
     from megatron_async.kernels.attention.paged_decode_triton import paged_decode_attention_triton
     from megatron_async.kernels.attention.paged_prefill_triton import paged_mixed_attention_triton
 
@@ -87,10 +89,16 @@ def attention(
     table = empty(tokens, 64, device=device)
     if not prefill:
         lengths = empty(tokens, device=device)
+        if invariant:
+            invariant_rows(query, keys, values, table, lengths, 0.1, empty(tokens, device=device))
+            return
         paged_decode_attention_triton(query, keys, values, table, lengths, 0.1, latent=latent)
         return
     chunks = empty(4, 4, dtype=torch.int32, device=device)
     out = empty(tokens, heads, latent or head_dim, dtype=dtype, device=device)
+    if invariant:
+        invariant_chunks(query, keys, values, table, chunks, 0.1, out)
+        return
     paged_mixed_attention_triton(query, keys, values, table, chunks, 0.1, out, latent=latent)
 
 

@@ -38,6 +38,7 @@ def paged_decode_attention(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
     latent: int | None = None,
+    invariant: bool = False,
 ) -> torch.Tensor:
     """One query token a row: query [R, Hq, D], lengths [R] int64, caches [blocks, bs, Hkv, D].
 
@@ -53,9 +54,19 @@ def paged_decode_attention(
     In multi-latent attention (DeepSeek-V2, arXiv:2405.04434) ``value_cache`` is ``key_cache``: the
     first ``latent`` elements of a key are its value. Returns [R, Hq, latent] then.
 
+    ``invariant`` rows have the bits of the tokens of invariant chunks
+    (``paged_prefill.paged_mixed_attention``), where both have a kernel and nothing is latent.
+
     On CUDA this is the Triton kernel where it applies, else
     :func:`paged_decode_attention_reference`.
     """
+    if invariant and latent is None and table_rows is not None and has_kernel(query):
+        from megatron_async.kernels.attention.invariant_triton import invariant_rows
+
+        return invariant_rows(
+            query, key_cache, value_cache, block_table, lengths, scale, table_rows,
+            window=window, soft_cap=soft_cap, sinks=sinks,
+        )  # fmt: skip
     if has_kernel(query, latent):
         from megatron_async.kernels.attention.paged_decode_triton import (
             paged_decode_attention_triton,

@@ -21,6 +21,7 @@ def paged_mixed_attention(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
     latent: int | None = None,
+    invariant: bool = False,
 ) -> None:
     """The prefill chunks of a step: query [T, Hq, D], caches [blocks, bs, Hkv, D].
 
@@ -31,9 +32,20 @@ def paged_mixed_attention(
     with ``first`` = T. Writes the tokens of chunks to ``out`` [T, Hq, D], or [T, Hq, latent], and
     leaves the others.
 
+    ``invariant`` chunks, which are not latent, give a token the bits of an invariant decode row
+    (``paged_decode.paged_decode_attention``), on CUDA where :func:`has_kernel` says so.
+
     On CUDA this is the Triton kernel, whose launch depends on shapes alone, where
     :func:`has_kernel` says so; the reference reads ``chunks`` on the host.
     """
+    if invariant and latent is None and has_kernel(query):
+        from megatron_async.kernels.attention.invariant_triton import invariant_chunks
+
+        invariant_chunks(
+            query, key_cache, value_cache, block_table, chunks, scale, out,
+            window=window, soft_cap=soft_cap, sinks=sinks,
+        )  # fmt: skip
+        return
     if has_kernel(query, latent):
         from megatron_async.kernels.attention.paged_prefill_triton import (
             paged_mixed_attention_triton,

@@ -43,7 +43,7 @@ LOWEST = tl.constexpr(-1e30)
 
 
 @triton.jit
-def _attend_tile(
+def attend_tile(
     start, query, query_more, position, end, highest, mass, total, key_ptr, value_ptr, table_ptr,
     key_block, key_token, value_block, value_token, scale, window,
     IS_EDGE: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
@@ -177,21 +177,21 @@ def _prefill_kernel(
         whole = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), TILE) * TILE, seen)
         whole = tl.maximum(whole, left)
         for start in range(left, whole, TILE):
-            highest, mass, total = _attend_tile(
+            highest, mass, total = attend_tile(
                 start, query, query_more, position, end, highest, mass, total, key_ptr, value_ptr,
                 table_ptr, key_block, key_token, value_block, value_token, scale, window,
                 True, BLOCK_SIZE, D, D_PAD, TILE, PRECISION, WINDOW, SOFT_CAP,
                 LATENT, MORE, MORE_PAD,
             )  # fmt: skip
     for start in range(whole, seen, TILE):
-        highest, mass, total = _attend_tile(
+        highest, mass, total = attend_tile(
             start, query, query_more, position, end, highest, mass, total, key_ptr, value_ptr,
             table_ptr, key_block, key_token, value_block, value_token, scale, window,
             False, BLOCK_SIZE, D, D_PAD, TILE, PRECISION, WINDOW, SOFT_CAP,
             LATENT, MORE, MORE_PAD,
         )  # fmt: skip
     for start in range(seen, end, TILE):
-        highest, mass, total = _attend_tile(
+        highest, mass, total = attend_tile(
             start, query, query_more, position, end, highest, mass, total, key_ptr, value_ptr,
             table_ptr, key_block, key_token, value_block, value_token, scale, window,
             True, BLOCK_SIZE, D, D_PAD, TILE, PRECISION, WINDOW, SOFT_CAP,

@@ -27,6 +27,9 @@ TILE_BYTES = 16384
 """Keys of a tile; two tiles of keys and of values are in shared memory at a time."""
 SPLIT_STAGES = 5
 LATENT_TILE_BYTES, LATENT_STAGES = 32768, 3
+SUMS_PER_THREAD = 128
+"""Registers of a thread that may hold sums of invariant attention: those of a split and those of
+all splits before it."""
 LATENT_HEADS = 16
 """Heads of a program of multi-latent decode attention."""
 
@@ -183,6 +186,28 @@ def smaller_prefills(tile: PrefillTile) -> Iterator[PrefillTile]:
             for keys in _halves(tile.keys):
                 for stages in range(tile.stages, 0, -1):
                     yield PrefillTile(group, rows, keys, tile.warps, stages)
+
+
+@functools.cache
+def invariant_tile(heads: Heads, limit: int = HOPPER_BYTES, *, rows: bool = False) -> PrefillTile:
+    """The tile of invariant attention, for chunks or for rows: they differ in ``stages`` alone,
+    which change no bits. Nothing is latent."""
+    tile = prefill_tile(heads, limit)
+    while 2 * tile.rows * heads.value_pad > SUMS_PER_THREAD * 32 * tile.warps and tile.warps < 8:
+        tile = tile._replace(warps=2 * tile.warps)
+    if not rows:
+        return tile
+    sums = tile.rows * (heads.value_pad + 4) * 4  # which change hands
+    return first_that_fits(
+        fewer_stages(tile._replace(stages=SPLIT_STAGES)),
+        lambda each: max(sums, heads.shared_bytes(each, limit)),
+        limit,
+    )
+
+
+def fewer_stages(tile: PrefillTile) -> Iterator[PrefillTile]:
+    """Tiles that take less shared memory, with the same bits."""
+    return (tile._replace(stages=stages) for stages in range(tile.stages, 0, -1))
 
 
 def fits(heads: Heads, limit: int) -> bool:

@@ -239,16 +239,18 @@ class CacheAttention:
         if rows:
             out[:rows] = self._attend_decode(tokens, query[:rows], keys, values, scale, limits)
         paged_prefill.paged_mixed_attention(
-            query, keys, values, self._block_table, tokens.chunks, scale, out, **limits
-        )
+            query, keys, values, self._block_table, tokens.chunks, scale, out,
+            invariant=self._batch_invariant, **limits,
+        )  # fmt: skip
         return out
 
     def _each_token_is_a_row(self, query: torch.Tensor, limits: dict[str, Any]) -> bool:
-        """Whether the tokens of chunks attend like decode rows: to be invariant, or on CUDA
-        because no kernel takes the chunks."""
-        if self._batch_invariant:
+        """Whether the tokens of chunks attend like decode rows: where no kernel takes the chunks,
+        or none that gives them the bits of rows."""
+        latent = limits.get("latent")
+        if self._batch_invariant and (latent is not None or not query.is_cuda):
             return True
-        return query.is_cuda and not paged_attention.has_kernel(query, limits.get("latent"))
+        return query.is_cuda and not paged_attention.has_kernel(query, latent)
 
     def _attend_decode(
         self,
@@ -268,8 +270,9 @@ class CacheAttention:
             lengths_host = tokens.decode_lengths_host
         if lengths_host is None:
             return paged_decode.paged_decode_attention(
-                query, keys, values, self._block_table, lengths, scale, slots, **limits
-            )
+                query, keys, values, self._block_table, lengths, scale, slots,
+                invariant=self._batch_invariant, **limits,
+            )  # fmt: skip
         tables = self._block_table[slots]
         return paged_decode.paged_decode_attention_by_length(
             query, keys, values, tables, lengths_host, scale, slots.tolist(), **limits

@@ -39,6 +39,7 @@ RUNS = (
         "test_extras_kernels.py",
         "test_paged_attention_kernel.py",
         "test_paged_prefill.py",
+        "test_invariant_attention.py",
         "test_sliding_window.py",
         "test_latent_attention.py",
         "test_batch_invariant_products.py",

@@ -357,11 +357,15 @@ def test_the_compiler_gives_what_the_bound_of_experts_in_e4m3_says() -> None:
 def test_the_compiler_gives_no_more_than_the_bounds(
     capability: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_async.kernels.attention import paged_decode_triton, paged_prefill_triton
+    from megatron_async.kernels.attention import (
+        invariant_triton,
+        paged_decode_triton,
+        paged_prefill_triton,
+    )
     from megatron_async.kernels.gemm import batch_invariant_triton as products
 
     limit, half = LIMIT_OF[capability], torch.bfloat16
-    for module in (paged_decode_triton, paged_prefill_triton, products):
+    for module in (paged_decode_triton, paged_prefill_triton, invariant_triton, products):
         monkeypatch.setattr(module, "block_limit", lambda device: limit)
     heads = attention_tiles.Heads(8, 2, 128, None, 2)
     bounds = {
@@ -371,11 +375,16 @@ def test_the_compiler_gives_no_more_than_the_bounds(
     if capability == HOPPER:
         tile = attention_tiles.prefill_tile(heads, limit)
         bounds["_prefill_kernel"] = heads.shared_bytes(tile, limit)
+        bounds["_chunks_kernel"] = heads.shared_bytes(tile, limit)
+        tile = attention_tiles.invariant_tile(heads, limit, rows=True)
+        bounds["_rows_kernel"] = heads.shared_bytes(tile, limit)
     with compiling_for(capability) as found:
         launches.attention(8, 2, 128, half)
         launches.product(64, 256, 4096, half)
         if capability == HOPPER:
             launches.attention(8, 2, 128, half, prefill=True)
+            launches.attention(8, 2, 128, half, invariant=True)
+            launches.attention(8, 2, 128, half, invariant=True, prefill=True)
     taken = {each.name: each.shared for each in found if each.name in bounds}
     assert taken.keys() == bounds.keys()
     for name, own in taken.items():
