@@ -101,7 +101,10 @@ class GPTNetwork(Network):
         self._unwanted: str | None = None
         """Why no block shall be fused."""
         if batch_invariant:
+            from megatron_async.kernels.gemm import batch_invariant as products
+
             self._unwanted = "batch_invariant=True"
+            products.prepare(self.device, self._like.dtype)
         elif not fused_decode:
             self._unwanted = "fused_decode=False"
         self._found_coverage: DecodeCoverage | None = None

@@ -95,17 +95,26 @@ def _grouped_mm(
     input: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
 ) -> Tensor:
     """Rows ``[T, K]`` sorted by group, times ``[G, K, N]``; ``offs`` int32 ``[G]`` are the ends of
-    the groups. Each matrix multiplies all rows: how many are its own may not be read."""
+    the groups."""
+    from megatron_async.kernels.gemm.batch_invariant_triton import DTYPES, matmul_by_group
+
     if input.dim() != 2 or mat2.dim() != 3 or offs is None or (bias, out_dtype) != (None, None):
         raise ConfigError(
             "batch-invariant mode has grouped_mm for rows in groups alone, without bias and "
             "out_dtype"
         )
-    groups = (torch.arange(input.shape[0], device=input.device)[:, None] >= offs).sum(dim=1)
-    out = input.new_zeros(input.shape[0], mat2.shape[2])
-    for group, matrix in enumerate(mat2):
-        out = torch.where((groups == group)[:, None], _by_row(input, matrix), out)
-    return out
+    if input.dtype not in DTYPES:
+        raise ConfigError(f"batch-invariant mode has no grouped_mm of {input.dtype}")
+    return matmul_by_group(input, mat2, offs)
+
+
+def prepare(device: torch.device, dtype: torch.dtype) -> None:
+    """Find the tiles that products on a GPU may have; elsewhere and for other dtypes do nothing.
+    This compiles kernels, and waits for the device."""
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        from megatron_async.kernels.gemm.batch_invariant_triton import find_tiles
+
+        find_tiles(torch.device(device.type, device.index or 0), dtype)
 
 
 _ROUTES: dict[Any, Callable[..., Tensor]] = {

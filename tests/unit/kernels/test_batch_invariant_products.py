@@ -54,17 +54,78 @@ PRODUCTS: list[Callable[[Tensor, Tensor, Tensor], Tensor]] = [
 ]
 
 
-def test_grouped_products_are_those_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_in_other_groups_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, matrices = torch.randn(24, 16).bfloat16(), torch.randn(4, 16, 8).bfloat16()
     ends = torch.tensor([8, 8, 19, 24], dtype=torch.int32)
-    expected = F.grouped_mm(rows, matrices, offs=ends)
     monkeypatch.setattr(batch_invariant, "_on_cuda", lambda values: True)
-    monkeypatch.setattr(batch_invariant, "_by_row", lambda a, b: (a.double() @ b.double()).to(a))
     with batch_invariant_mode():
-        found = F.grouped_mm(rows, matrices, offs=ends)
         with pytest.raises(ConfigError, match="grouped_mm for rows in groups alone"):
             F.grouped_mm(rows[None].expand(4, -1, -1), matrices)
-    torch.testing.assert_close(found, expected)
+        with pytest.raises(ConfigError, match=r"no grouped_mm of torch\.float64"):
+            torch._grouped_mm(rows.double(), matrices.double(), ends)
+
+
+def check_groups(device: str, dtype: torch.dtype, counts: list[int], behind: int = 5) -> None:
+    """Each row has the bits of a product with its group's matrix alone."""
+    generator = torch.Generator().manual_seed(1)
+    ends = torch.tensor(counts).cumsum(0).int()
+    rows = int(ends[-1]) + behind
+    x = torch.randn(rows, 72, generator=generator).to(device, dtype)
+    matrices = torch.randn(len(counts), 40, 72, generator=generator).to(device, dtype)
+    out = batch_invariant_triton.matmul_by_group(x, matrices.transpose(1, 2), ends.to(device))
+    first = 0
+    for matrix, count in zip(matrices, counts, strict=True):
+        some = slice(first, first + count)
+        assert torch.equal(out[some], batch_invariant_triton.matmul_by_row(x[some], matrix.t()))
+        first += count
+    assert out.shape == (rows, 40) and not out[first:].any()
+
+
+GROUPS = [[3, 0, 64, 65, 1, 0, 7], [0, 0, 0], [200], [1] * 9, [0, 130, 0]]
+
+
+@interpreted
+@pytest.mark.parametrize("counts", GROUPS)
+def test_interpreted_groups(counts: list[int]) -> None:
+    check_groups("cpu", torch.bfloat16, counts)
+
+
+@interpreted
+def test_tiles_with_other_bits_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Interpreted, a tile of fewer columns of K adds up in another order."""
+    products, cpu = batch_invariant_triton, torch.device("cpu")
+    other = products.HALF_TILE._replace(k=64)
+    narrow = products.HALF_TILE_NARROW
+    monkeypatch.setattr(products, "HALF_TILES", (other, products.HALF_TILE, narrow))
+    monkeypatch.setattr(products, "_same", {})
+    products.find_tiles(cpu, torch.bfloat16)
+    assert products._same == {(cpu, torch.bfloat16): (products.HALF_TILE, narrow)}
+    assert "other bits" in caplog.text and str(other) in caplog.text
+
+
+@pytest.mark.skipif(batch_invariant_triton is None, reason="Triton is not built here")
+def test_a_tile_is_as_large_as_gives_all_multiprocessors_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    products, cpu, half = batch_invariant_triton, torch.device("cpu"), torch.bfloat16
+    monkeypatch.setattr(products, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(products, "_same", {(cpu, half): products.HALF_TILES})
+    for rows, columns, count, expected in (
+        (4096, 4096, 1, (128, 256)),
+        (512, 4096, 1, (128, 128)),
+        (256, 4096, 1, (64, 128)),
+        (128, 4096, 1, (64, 64)),
+        (64, 28672, 1, (64, 128)),
+        (8, 6144, 1, (64, 32)),
+        (8, 256, 1, (64, 32)),
+        (2, 1536, 128, (64, 128)),
+    ):
+        tile = products._tile(cpu, half, rows, columns, count)
+        assert (tile.m, tile.n) == expected, (rows, columns)
+    monkeypatch.setattr(products, "_same", {})
+    assert products._tile(cpu, half, 4096, 4096, 1) == products.HALF_TILE
 
 
 def check_products(device: str, dtypes: tuple[torch.dtype, ...], shapes: list[tuple[int, int]],
@@ -100,6 +161,26 @@ def test_interpreted_product_gives_a_row_its_own_bits() -> None:
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=compiled)])
 class TestOnGpu:
+    @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+    def test_all_tiles_have_the_same_bits(
+        self, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        products, gpu = batch_invariant_triton, torch.device("cuda", 0)
+        monkeypatch.setattr(products, "_same", {})
+        x = torch.randn(300, 1003, device=device).to(dtype)
+        weight, bias = torch.randn(1000, 1003, device=device).to(dtype), None
+        before = products.matmul_by_row(x, weight.t(), bias)
+        products.find_tiles(gpu, dtype)
+        assert products._same[gpu, dtype] == products.HALF_TILES
+        for tile in products.HALF_TILES:
+            monkeypatch.setattr(products, "_tile", lambda *_, tile=tile: tile)
+            assert torch.equal(products.matmul_by_row(x, weight.t(), bias), before), tile
+
+    @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+    @pytest.mark.parametrize("counts", GROUPS)
+    def test_groups(self, counts: list[int], dtype: torch.dtype, device: str) -> None:
+        check_groups(device, dtype, counts)
+
     @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
     def test_product_gives_a_row_its_own_bits(self, dtype: torch.dtype, device: str) -> None:
         shapes = [(4096, 1024), (97, 48), (1000, 1003), (2048, 4096)]

@@ -156,6 +156,8 @@ def test_tiles_of_invariant_products_and_scans_fit(gpu: str, dtype: torch.dtype)
     for columns in (1, 264, products.NARROW, products.NARROW + 1, 256_000):
         tile = products.tile_of(dtype, columns, limit)
         assert products.shared_bytes(tile, size, limit) <= limit
+    for tile in products.HALF_TILES if gpu == "H100" else ():
+        assert products.shared_bytes(tile, 2, limit) <= limit
     for sizes in mamba_sizes():
         found = scan_triton.scan_tile(sizes, size, limit)
         assert scan_triton.shared_bytes(found, sizes, size) <= limit

@@ -243,11 +243,14 @@ def test_attention_takes_no_more_than_its_bound(
 
 
 @pytest.mark.parametrize("dtype", (HALF, torch.float16, torch.float32))
-def test_products_and_scans_take_no_more_than_their_bound(dtype: torch.dtype) -> None:
+def test_products_and_scans_take_no_more_than_their_bound(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from megatron_async.kernels.gemm import batch_invariant_triton as products
     from megatron_async.kernels.mamba import scan_triton
 
     limit, size = block_limit(torch.device("cuda", 0)), dtype.itemsize
+    monkeypatch.setattr(products, "_same", {})
     for columns, depth in ((264, 256), (4096, 100)):
         with compiling_for(None) as found:
             launches.product(65, depth, columns, dtype, device="cuda")
@@ -314,6 +317,7 @@ def little(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
         decode.router_kernel, decode.up_kernel, decode.down_kernel,
     ]  # fmt: skip
     monkeypatch.setattr(compiler, "max_shared_mem", lambda device: 36_000)
+    monkeypatch.setattr(batch_invariant_triton, "_same", {})
     fitting._warn.cache_clear()
     for kernel in kernels:
         kernel.device_caches.clear()
