@@ -104,7 +104,7 @@ def find_tiles(device: torch.device, dtype: torch.dtype) -> None:
     generator = torch.Generator(device).manual_seed(0)
 
     def values(*shape: int) -> Tensor:
-        """Of many sizes, so that sums are rounded at each step."""
+        """Random numbers of many sizes, so that sums are rounded at each step."""
         sizes = torch.randint(-6, 7, shape, generator=generator, device=device)
         return (torch.randn(shape, generator=generator, device=device) * 2.0**sizes).to(dtype)
 
