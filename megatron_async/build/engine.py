@@ -32,6 +32,7 @@ from megatron_async.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from megatron_async.engine.lifecycle.kv_events import KVEventPublisher
+    from megatron_async.engine.stepping.late_planning import LatePlanning
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,7 @@ def assemble(
         validator,
         lock.recover,
         depth=config.effective_depth,
+        late_planning=_late_planning() if config.late_planning else None,
         logging_interval=config.inference_logging_step_interval,
         debug=config.debug,
     )
@@ -136,6 +138,12 @@ def assemble(
         ),
         kv_events=kv_events,
     )
+
+
+def _late_planning() -> LatePlanning:
+    from megatron_async.engine.stepping.late_planning import LatePlanning
+
+    return LatePlanning()
 
 
 # Modules of ranks are imported where a model or a configuration has several alone.

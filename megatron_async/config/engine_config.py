@@ -148,6 +148,8 @@ class EngineConfig:
         guided_rows: how rows whose masks need all tokens before are launched: "wait", in each
             step, of which one is in flight then; or "sit_out", in those behind which no launch
             waits for them, so that other rows keep their depth. It changes no token.
+        late_planning: plan a step shortly before the one in flight ends, so that a request that
+            comes meanwhile is in it, and not in the one behind. With depth 0 it does nothing.
         return_routed_experts: hand out the experts that each token went to, to requests that ask
             for them. Each layer of experts then leaves them in a buffer of the device.
         capture_mixed_steps: capture steps with prefill chunks too, one graph for each token
@@ -212,6 +214,7 @@ class EngineConfig:
     num_cuda_graphs: int | None = None
     enable_sampling_extras: bool = True
     guided_rows: str = "wait"
+    late_planning: bool = False
     return_routed_experts: bool = False
     capture_mixed_steps: bool = True
     kv_events_config: KVEventsConfig | None = None

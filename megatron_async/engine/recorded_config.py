@@ -40,6 +40,7 @@ TAKEN = (
     "num_cuda_graphs",
     "enable_sampling_extras",
     "guided_rows",
+    "late_planning",
     "return_routed_experts",
     "capture_mixed_steps",
     "enable_sleep_mode",

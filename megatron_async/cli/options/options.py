@@ -233,6 +233,9 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int | None) 
     said = "rows of structured outputs: in each step, or left out where the next would wait for "
     said += "them, so that other rows keep their depth (default: wait)"
     add("--guided-rows", choices=GUIDED_ROWS, default="wait", help=said)
+    said = "plan each step shortly before the one in flight ends: requests that come meanwhile are "
+    said += "in it, so that they wait less for their first token"
+    add("--late-planning", action="store_true", help=said)
     said = "most batch sizes captured as CUDA graphs; -1 captures all (default)"
     add(FLAGS["num_cuda_graphs"], dest="num_cuda_graphs", type=graph_count, metavar="N", help=said)
     said = "capture no steps with prefill chunks: a faster start, slower prompts"

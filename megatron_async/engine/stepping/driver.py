@@ -89,6 +89,8 @@ class Driver:
         """One step. ``deliver``: its outputs go to the streams and the sinks."""
         try:
             with self._lock.mutex, self._lock.entry(), self._lock:
+                if self._loop.late_planning is not None:
+                    self._loop.wait_for_requests()
                 started = time.perf_counter_ns()
                 self._loop.step()
                 counters = self._loop.counters

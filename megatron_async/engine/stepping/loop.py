@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_async.engine.commands import (
     AbortRequest,
@@ -48,6 +48,9 @@ from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.step.plan import Plan, Ticket
 from megatron_async.step.records import StepResult
 
+if TYPE_CHECKING:
+    from megatron_async.engine.stepping.late_planning import LatePlanning
+
 logger = logging.getLogger(__name__)
 
 NO_TICKET = -1
@@ -64,6 +67,7 @@ class DecodeLoop:
         on_interrupt: called with an error that interrupted a wait, after which nothing is lost.
 
     Attributes:
+        late_planning: what waits before plans; None plans at once.
         suspended: nothing is launched.
         steps_run: how often :meth:`step` was called.
         recorder: where commands are written as they are applied; None for nowhere.
@@ -79,10 +83,12 @@ class DecodeLoop:
         on_interrupt: Callable[[BaseException], None],
         *,
         depth: int,
+        late_planning: LatePlanning | None,
         logging_interval: int,
         debug: bool,
     ) -> None:
         self.depth = depth
+        self.late_planning = late_planning
         self.suspended = False
         self.steps_run = 0
         self.recorder: Recorder | None = None
@@ -109,6 +115,17 @@ class DecodeLoop:
         self._bind()
 
     # --- a step -------------------------------------------------------------------------------
+
+    def wait_for_requests(self) -> None:
+        """Return when it is time for the next :meth:`step`, if plans are to be late. What
+        interrupts the wait has changed nothing."""
+        if self.late_planning is None or not len(self._in_flight) == self.depth > 0:
+            return
+        try:
+            self.late_planning.wait(self._in_flight[0])
+        except BaseException as error:
+            self._on_interrupt(error)
+            raise
 
     def step(self) -> None:
         """Launch a step, then commit what is in flight beyond ``depth``; depth 0 is serial."""
@@ -221,6 +238,7 @@ class DecodeLoop:
         ticket = self._in_flight[0]
         if ticket.plan.extended and self._runner.pending is ticket:
             self._guide(ticket)
+        waited = self._runner.wait_ns
         try:
             result = self._runner.take(ticket)
         except BaseException as error:
@@ -228,6 +246,9 @@ class DecodeLoop:
                 self._on_interrupt(error)
             raise
         self._in_flight.popleft()
+        if self.late_planning is not None:
+            waited = self._runner.wait_ns - waited
+            self.late_planning.taken(ticket, waited, followed=bool(self._in_flight))
         started = time.perf_counter_ns()
         self._commit(ticket, result, barrier)
         if self._observers.on_span:
