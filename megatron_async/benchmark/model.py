@@ -124,6 +124,7 @@ def load_benchmark_model(
         device=args.device,
         dtype=args.dtype,
         quantization=args.quantization,
+        quantize_activations=args.quantize_activations,
         kv_cache_dtype=args.kv_cache_dtype,
         **ranks,
     )
@@ -163,7 +164,11 @@ def _load(
         if group is not None:
             group.tell(LoadModel(args.model or "tiny", config_of_ranks(engine_config)))
         pretrained = load_pretrained(
-            args.model or "tiny", device=device, dtype=dtype, quantization=args.quantization
+            args.model or "tiny",
+            device=device,
+            dtype=dtype,
+            quantization=args.quantization,
+            quantize_activations=args.quantize_activations,
         )
         name, config, model = pretrained.name, pretrained.config, pretrained.model
     if longest > config.max_sequence_length:
@@ -172,11 +177,13 @@ def _load(
     if model is None:
         if dtype is None:
             dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        quantize = {
+            "quantize": args.quantization is not None,
+            "quantize_activations": args.quantize_activations,
+        }
         if group is not None:
-            group.tell(BuildModel(config, dtype, seed, args.quantization is not None))
-        model = build_random_model(
-            config, device=device, dtype=dtype, seed=seed, quantize=args.quantization is not None
-        )
+            group.tell(BuildModel(config, dtype, seed, **quantize))
+        model = build_random_model(config, device=device, dtype=dtype, seed=seed, **quantize)
     network, draft = network_over(model, engine_config), None
     if group is not None:
         group.await_answers()

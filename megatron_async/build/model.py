@@ -66,6 +66,7 @@ def load_share(path: str | Path, config: EngineConfig, device: torch.device) -> 
         allow_non_finite_weights=config.allow_non_finite_weights,
         tokenizer_model=config.tokenizer_model,
         quantization=config.quantization,
+        quantize_activations=config.quantize_activations,
     )
     weights = None
     if config.enable_sleep_mode:

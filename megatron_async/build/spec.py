@@ -194,11 +194,16 @@ def _check_quantized(model: ServedModel, config: EngineConfig, described: ModelD
     """Raise ConfigError where a model was not loaded as the configuration says."""
     if config.quantization is not None:
         from megatron_async.models.gpt_network import GPTNetwork
+        from megatron_async.models.quantized.activations import has_quantized_activations
         from megatron_async.models.quantized.linear import quantizable
 
         network = model.network
         if not isinstance(network, GPTNetwork) or not quantizable(network.model):
             raise ConfigError("quantization is done with loading; give it to from_pretrained")
+        if config.quantize_activations and not has_quantized_activations(network.model):
+            raise ConfigError(
+                "quantize_activations is done with loading; give it to from_pretrained"
+            )
     if config.kv_cache_dtype is not None and described.cached.kept is None:
         raise ConfigError(
             "kv_cache_dtype is for models that this package has loaded; give it to from_pretrained"

@@ -32,7 +32,7 @@ from megatron_async.checkpoint.reading.finite import check_finite
 from megatron_async.checkpoint.reading.json_file import read_json
 from megatron_async.checkpoint.reading.regular_files import is_regular_file
 from megatron_async.checkpoint.reading.stored_size import check_stored_size
-from megatron_async.config.engine_config import QUANTIZATIONS
+from megatron_async.config.engine_config import NEEDS_QUANTIZATION, QUANTIZATIONS
 from megatron_async.device import parse_device
 from megatron_async.errors import CheckpointError, ConfigError, shown
 from megatron_async.models.description.config import ModelConfig
@@ -157,7 +157,11 @@ class ModelFiles:
         return weights_of(self.directory, self.config, model)
 
     def load(
-        self, device: torch.device, dtype: torch.dtype, quantization: str | None = None
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        quantization: str | None = None,
+        quantize_activations: bool = False,
     ) -> Any:
         """Build the model and fill it; raises CheckpointError. See :func:`load_pretrained`."""
         # Importing megatron takes seconds: not before all that can fail without it has passed.
@@ -181,6 +185,8 @@ class ModelFiles:
 
             self.check_headers(model)
             keep_as_stored(model, self.weights_of(model))
+        if quantize_activations:
+            self._quantize_activations(model)
         if self.described.distributed is not None:
             from megatron_async.checkpoint.megatron.distributed import load_weights
 
@@ -193,6 +199,16 @@ class ModelFiles:
             huggingface_weights.load_weights(self.directory, config, model)
         return model
 
+    def _quantize_activations(self, model: Any) -> None:
+        """Before anything is loaded, by scales that are stored if so."""
+        from megatron_async.checkpoint.quantized.input_scales import read_input_scales
+        from megatron_async.models.quantized.activations import quantize_activations
+
+        own = self.described.own
+        quantize_activations(
+            model, None if own else read_input_scales(self.weights_of(model), model)
+        )
+
 
 def load_pretrained(
     path: str | Path,
@@ -202,6 +218,7 @@ def load_pretrained(
     allow_non_finite_weights: bool = False,
     tokenizer_model: str | Path | None = None,
     quantization: str | None = None,
+    quantize_activations: bool = False,
 ) -> Pretrained:
     """Load a model directory; its format is recognised from its files. Of the root of a training of
     Megatron-LM its last iteration is taken.
@@ -221,6 +238,8 @@ def load_pretrained(
             own, or the one that Megatron-LM's training names, where it is there.
         quantization: "fp8" keeps linear layers and experts as e4m3: as they are stored, or of a
             model without such weights quantized while they are read. None multiplies them out.
+        quantize_activations: linear layers that keep e4m3 quantize their inputs too, by scales that
+            are stored for activations if the directory has such, else by token.
 
     Raises:
         ConfigError: there is no such device, or it has less memory free than the weights take.
@@ -240,11 +259,14 @@ def load_pretrained(
         raise ConfigError(f"dtype={shown(dtype)} must be a torch.dtype")
     if quantization is not None and quantization not in QUANTIZATIONS:
         raise ConfigError(f"quantization={shown(quantization)} must be 'fp8' or None")
+    if quantize_activations and quantization is None:
+        raise ConfigError(NEEDS_QUANTIZATION)
     device = parse_device(device)
     shape = random_shape(path)
     if shape is not None:
         made_up = load_tokenizer(path, tokenizer_model)
-        return _random(str(path), shape, device, dtype, made_up, quantization)
+        quantize = quantization is not None, quantize_activations
+        return _random(str(path), shape, device, dtype, made_up, *quantize)
     files = ModelFiles.at(path)
     directory, description = files.directory, files.described.model
     tokenizer = None
@@ -256,7 +278,7 @@ def load_pretrained(
         eos_token_ids = tokenizer.eos_ids
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else description.dtype
-    model = files.load(device, dtype, quantization)
+    model = files.load(device, dtype, quantization, quantize_activations)
     if description.vocabulary is not None:
         model.token_count = description.vocabulary.token_count(
             description.config.vocab_size, None if tokenizer is None else tokenizer.vocab_size
@@ -278,7 +300,8 @@ def _random(
     device: torch.device,
     dtype: torch.dtype | None,
     tokenizer: Tokenizer,
-    quantization: str | None,
+    quantize: bool,
+    quantize_activations: bool,
 ) -> Pretrained:
     from megatron_async.models.build import build_random_model
 
@@ -286,7 +309,11 @@ def _random(
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     return Pretrained(
         model=build_random_model(
-            config, device=device, dtype=dtype, quantize=quantization is not None
+            config,
+            device=device,
+            dtype=dtype,
+            quantize=quantize,
+            quantize_activations=quantize_activations,
         ),
         config=config,
         tokenizer=tokenizer,

@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
         "device",
         "dtype",
         "quantization",
+        "quantize_activations",
         "kv_cache_dtype",
         *PARALLEL_SIZES,
         "pipeline_micro_batches",

@@ -22,6 +22,9 @@ MAX_RANKS = 1024
 DEFAULT_RANK_TIMEOUT_SECONDS = 8.0
 MAX_RANK_TIMEOUT_SECONDS = 86400.0
 QUANTIZATIONS = ("fp8",)
+NEEDS_QUANTIZATION = (
+    "quantize_activations=True is for weights in e4m3; add quantization='fp8', or leave it out"
+)
 RECURRENT_STATE_DTYPES = ("float32", "bfloat16")
 SPECULATIVE_METHODS = ("mtp", "ngram", "grammar")
 GUIDED_ROWS = ("wait", "sit_out")
@@ -172,6 +175,9 @@ class EngineConfig:
         quantization: "fp8" keeps the weights of linear layers and experts as e4m3, those of an FP8
             checkpoint as they are stored, others quantized while they are read. None multiplies
             FP8 weights out to ``dtype``.
+        quantize_activations: with quantization="fp8" linear layers whose weights are e4m3 multiply
+            them by inputs in e4m3, which they quantize by token, by token and group of columns, or
+            by scales that the checkpoint brings. Fused decode steps on a GPU do not.
         kv_cache_dtype: "fp8" keeps keys and values as e4m3, so that twice the tokens fit; None
             keeps them in ``dtype``. Scales by layer and head are chosen at the start.
         record: a file that gets the engine's commands with their ticket numbers; ``megatron-async
@@ -227,6 +233,7 @@ class EngineConfig:
     rank_timeout_seconds: float = DEFAULT_RANK_TIMEOUT_SECONDS
     dtype: str | None = None
     quantization: str | None = None
+    quantize_activations: bool = False
     kv_cache_dtype: str | None = None
     record: str | None = None
     audit_graphs: bool = False
@@ -304,6 +311,8 @@ class EngineConfig:
             raise ConfigError(f"dtype={shown(self.dtype)} must be float32, bfloat16 or float16")
         if self.quantization is not None and self.quantization not in QUANTIZATIONS:
             raise ConfigError(f"quantization={shown(self.quantization)} must be 'fp8' or None")
+        if self.quantize_activations and self.quantization is None:
+            raise ConfigError(NEEDS_QUANTIZATION)
         if self.kv_cache_dtype is not None and self.kv_cache_dtype not in QUANTIZATIONS:
             raise ConfigError(
                 f"kv_cache_dtype={shown(self.kv_cache_dtype)} must be 'fp8' or None, for dtype's"

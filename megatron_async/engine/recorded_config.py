@@ -51,6 +51,7 @@ TAKEN = (
     "rank_timeout_seconds",
     "dtype",
     "quantization",
+    "quantize_activations",
     "kv_cache_dtype",
     "audit_graphs",
     "debug",

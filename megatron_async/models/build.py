@@ -228,6 +228,7 @@ def build_random_model(
     dtype: torch.dtype,
     seed: int = 0,
     quantize: bool = False,
+    quantize_activations: bool = False,
 ) -> GPTModel:
     """A model in evaluation mode with random weights, drawn where they stay.
 
@@ -236,18 +237,22 @@ def build_random_model(
 
     Args:
         quantize: linear layers keep e4m3 with a scale a row.
+        quantize_activations: and quantize their inputs, by token.
 
     Raises:
+        ConfigError: the GPU does not multiply e4m3.
         ModelTooLargeError: the device has less memory free than the weights take.
     """
     torch.manual_seed(seed)
     model = build_model(config, device=device, dtype=dtype, may_be_quantized=quantize)
     if quantize:
-        from megatron_async.models.quantized import linear
+        from megatron_async.models.quantized import activations, linear
 
         for layer in linear.quantizable(model).values():
             if layer.weight.dtype != linear.E4M3:
                 linear.quantize_in_place(layer)
+        if quantize_activations:
+            activations.quantize_activations(model)
     place = parallel.current()
     if place is not None and config.tie_word_embeddings:
         place.share_from_first_stage_(model.shared_embedding_or_output_weight)

@@ -39,6 +39,7 @@ def mend_interpreter() -> None:
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor
+    e4m3 = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float().numpy()
 
     def mended(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
@@ -47,6 +48,8 @@ def mend_interpreter() -> None:
     def widened(x: Any) -> Any:
         if x.dtype.scalar.is_bf16():  # held as the bits of the upper half of a float32
             return (x.data.astype(np.uint32) << 16).view(np.float32)
+        if x.dtype.scalar.is_fp8e4nv():  # likewise as bytes
+            return e4m3[x.data]
         return x.data
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:

@@ -2,8 +2,8 @@
 or ModelOpt's ``hf_quant_config.json`` beside it.
 
 What is served are the weights times their scales. Which tensors are quantized their dtypes say, so
-lists of modules do not matter; nor does how activations and KV caches were to be quantized, since
-they stay as they are.
+lists of modules do not matter; nor does how KV caches were to be quantized. How activations were
+matters where they are to be quantized (``input_scales.py``): else they stay as they are.
 """
 
 from __future__ import annotations
@@ -59,10 +59,15 @@ _ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 
 
 class Fp8Scheme(NamedTuple):
-    """Weights of e4m3. ``block``: rows and columns that share a scale; None where a whole tensor or
-    a row does."""
+    """Weights of e4m3.
+
+    Attributes:
+        block: rows and columns that share a scale; None where a whole tensor or a row does.
+        static_activations: a scale of its inputs is stored for each layer; None for some layers.
+    """
 
     block: tuple[int, int] | None
+    static_activations: bool | None = False
 
 
 def read_scheme(directory: Path, values: Mapping[str, Any]) -> Fp8Scheme | None:
@@ -124,7 +129,8 @@ def scheme_of(found: Mapping[str, Any]) -> Fp8Scheme:
 def _fp8(found: Mapping[str, Any]) -> Fp8Scheme:
     """DeepSeek's and Qwen's, and Neural Magic's old one, without blocks."""
     FP8_FIELDS.check(found, of=FIELD)
-    return Fp8Scheme(_block_of("weight_block_size", found.get("weight_block_size")))
+    block = _block_of("weight_block_size", found.get("weight_block_size"))
+    return Fp8Scheme(block, found.get("activation_scheme") == "static")
 
 
 def _compressed_tensors(found: Mapping[str, Any]) -> Fp8Scheme:
@@ -140,13 +146,14 @@ def _modelopt(found: Mapping[str, Any]) -> Fp8Scheme:
     algorithm = found.get("quant_algo")
     if algorithm not in _ALGORITHMS:
         raise _unsupported("quant_algo", algorithm, ", ".join(_ALGORITHMS))
-    return Fp8Scheme(None)
+    return Fp8Scheme(None, algorithm == "FP8")
 
 
 def _of_groups(groups: Any) -> Fp8Scheme:
     if not isinstance(groups, dict) or not groups:
         raise _unsupported("config_groups", groups, "an object of groups")
     blocks: set[tuple[int, int] | None] = set()
+    static: set[bool] = set()
     for name, group in groups.items():
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(weights, dict):
@@ -158,9 +165,11 @@ def _of_groups(groups: Any) -> Fp8Scheme:
             raise _unsupported("strategy", strategy, ", ".join(_STRATEGIES))
         block = weights.get("block_structure") if strategy == "block" else None
         blocks.add(_block_of("block_structure", block))
+        inputs = group.get("input_activations")
+        static.add(isinstance(inputs, dict) and inputs.get("dynamic") is False)
     if len(blocks) > 1:
         raise _unsupported("config_groups", groups, "groups of one block_structure")
-    return Fp8Scheme(blocks.pop())
+    return Fp8Scheme(blocks.pop(), static.pop() if len(static) == 1 else None)
 
 
 def _block_of(name: str, value: Any) -> tuple[int, int] | None:

@@ -51,6 +51,7 @@ _SAME = "inference_async_scheduling max_requests block_count prefill_chunk_token
 _SAME += "enable_prefix_caching allow_non_finite_weights inference_logging_step_interval "
 _SAME += "num_speculative_tokens speculative_method draft_model generation_config "
 _SAME += "tokenizer_model state_snapshot_count recurrent_state_dtype quantization kv_cache_dtype "
+_SAME += "quantize_activations "
 PARALLEL_SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -82,6 +83,10 @@ _QUANTIZATION = (
     "fp8 keeps linear layers as e4m3: as an FP8 checkpoint has them, or of another one quantized "
     "while it is read (default: FP8 is multiplied out)"
 )
+_QUANTIZE_ACTIVATIONS = (
+    "with --quantization fp8: linear layers multiply e4m3 by e4m3, but in fused decode steps "
+    "(default: activations stay as --dtype)"
+)
 _KV_CACHE_DTYPE = (
     "fp8 keeps keys and values as e4m3, so that twice the tokens fit (default: as --dtype)"
 )
@@ -103,6 +108,8 @@ def add_model_options(parser: argparse.ArgumentParser, default: str | None = "ti
     add("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
     add("--dtype", choices=DTYPES, help="default: the checkpoint's on a GPU, float32 on a CPU")
     add("--quantization", choices=QUANTIZATIONS, help=_QUANTIZATION)
+    switch: dict[str, Any] = {"action": "store_true", "default": None if default is None else False}
+    add("--quantize-activations", help=_QUANTIZE_ACTIVATIONS, **switch)
     add("--kv-cache-dtype", choices=QUANTIZATIONS, help=_KV_CACHE_DTYPE)
     for flag, name in (("--bf16", "bfloat16"), ("--fp16", "float16")):
         add(flag, dest="dtype", action="store_const", const=name, help=f"as --dtype {name}")
@@ -119,6 +126,7 @@ def add_benchmark_model_options(parser: argparse.ArgumentParser) -> None:
     which = "default: bfloat16 on a GPU for a shape, the checkpoint's for a model; float32 on a CPU"
     group.add_argument("--dtype", choices=DTYPES, help=which)
     group.add_argument("--quantization", choices=QUANTIZATIONS, help=_QUANTIZATION)
+    group.add_argument("--quantize-activations", action="store_true", help=_QUANTIZE_ACTIVATIONS)
     group.add_argument("--kv-cache-dtype", choices=QUANTIZATIONS, help=_KV_CACHE_DTYPE)
 
 

@@ -4,7 +4,8 @@ While a model is built inside of ``deferred.may_be_quantized``, its linear layer
 weights. What they keep is decided when it is known what is stored (:func:`keep`). A layer of e4m3
 has ``weight`` ``[n, k]`` of that dtype and ``weight_scale`` fp32 ``[n, groups]``, see
 ``values.py``; with experts both have these in front. Its forward multiplies the weight out, or
-reads it as it is for a few hundred rows on a GPU; so do the fused blocks (``models/fused``).
+reads it as it is for a few hundred rows on a GPU; so do the fused blocks (``models/fused``). With
+``quantizes_input`` it multiplies e4m3 by e4m3 (``inputs.py``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.nn import Module, Parameter
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
 from megatron_async.models import parallel
+from megatron_async.models.quantized.inputs import product_of
 from megatron_async.models.quantized.values import E4M3, multiply_out, quantize
 
 from megatron.core.tensor_parallel.layers import (  # isort: skip
@@ -29,6 +31,7 @@ from megatron.core.tensor_parallel.layers import (  # isort: skip
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 SCALE = "weight_scale"
+INPUT_SCALE = "input_scale"
 
 
 def weight_of(layer: Any, dtype: torch.dtype) -> Tensor:
@@ -45,9 +48,11 @@ def weight_of(layer: Any, dtype: torch.dtype) -> Tensor:
 
 
 def product(layer: Any, x: Tensor) -> Tensor:
-    """``x [..., k]`` times the weight, ``[..., n]``: by a kernel that reads e4m3 where
-    ``wide_e4m3.takes`` says so."""
+    """``x [..., k]`` times the weight, ``[..., n]``: quantized where the layer does that, else by a
+    kernel that reads e4m3 where ``wide_e4m3.takes`` says so."""
     weight: Tensor = layer.weight
+    if layer.quantizes_input:
+        return product_of(layer, x)
     if weight.dtype == E4M3 and x.is_cuda and x.dtype == torch.bfloat16 and HAS_TRITON:
         from megatron_async.kernels.gemm import batch_invariant, wide_e4m3
 
@@ -56,6 +61,11 @@ def product(layer: Any, x: Tensor) -> Tensor:
         if is_taken and not batch_invariant.is_on():
             return wide_e4m3.multiply(x, weight, layer.weight_scale)
     return F.linear(x, weight_of(layer, x.dtype))
+
+
+def is_one_linear(layer: Any) -> bool:
+    """Whether all of a layer's forwards go through :func:`product`: it is none of experts."""
+    return isinstance(layer, _Column | _Row) and not getattr(layer, "gather_output", False)
 
 
 def plain_class(layer: Any) -> type:
@@ -102,16 +112,24 @@ def _take(layer: Any, made: Tensor, scale: Tensor | None = None) -> None:
 
 class _Deferred:
     """Beside a class with a ``weight``: this is a meta tensor once it is built, unless values have
-    been drawn."""
+    been drawn.
+
+    Attributes:
+        quantizes_input: it multiplies e4m3 by e4m3.
+        input_scale: fp32 ``[1]``, the scale of all inputs then; None chooses them by token.
+    """
 
     weight: Parameter
     weight_scale: Tensor
     weights_device: torch.device
+    quantizes_input: bool = False
+    input_scale: Tensor | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config: Any = next(x for x in (*args, *kwargs.values()) if hasattr(x, "params_dtype"))
         self.weights_device = self.weight.device
+        cast(Module, self).register_buffer(INPUT_SCALE, None, persistent=False)
         if not config.perform_initialization:
             _take(self, torch.empty_like(self.weight, device="meta"))
 
@@ -120,12 +138,13 @@ class _Deferred:
         module = cast(Module, self)
         kept = None
         if self.weight.is_meta or self.weight.dtype == E4M3:
-            kept = module._parameters.pop("weight"), module._buffers.pop(SCALE, None)
+            buffers = module._buffers
+            scales = {name: buffers.pop(name) for name in (SCALE, INPUT_SCALE) if name in buffers}
+            kept = module._parameters.pop("weight"), scales
         result = super()._apply(fn, recurse)  # type: ignore[misc]
         if kept is not None:
-            module._parameters["weight"] = kept[0]
-            if kept[1] is not None:
-                module._buffers[SCALE] = kept[1]
+            module._parameters["weight"], scales = kept
+            module._buffers.update(scales)
         return result
 
 

@@ -96,7 +96,7 @@ def test_layers_take_it_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(linear, "F", SimpleNamespace(linear=lambda x, weight: None))
     for groups, most in ((1, 256), (2, 128)):
         weight, scale = weight_of(40, 256, groups)
-        layer = SimpleNamespace(weight=weight, weight_scale=scale)
+        layer = SimpleNamespace(weight=weight, weight_scale=scale, quantizes_input=False)
         for rows in (1, most, most + 1):
             x = torch.ones(rows, 256).bfloat16().as_subclass(OnGpu)
             linear.product(layer, x)

@@ -1,0 +1,171 @@
+"""Products of e4m3 by e4m3 with scales by row, or by row and group of columns.
+
+Scales by row: cuBLAS's kernel (``torch._scaled_mm``). Scales of groups, and results that may not
+depend on the number of rows: a Triton kernel, whose sums leave the tensor cores for fp32 registers
+every 128 columns or with each group, since Hopper's add e4m3 up in fewer bits (DeepSeek-V3,
+arXiv:2412.19437, 3.3.2). The reference is ``models/quantized/inputs.py``.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_async.kernels.fitting import launch_fitting
+from megatron_async.kernels.gemm.batch_invariant_triton import GROUP_M, Tile
+from megatron_async.kernels.shared_memory import block_limit, first_that_fits, loop_buffers
+
+DEPTH = 128
+"""Columns of a stage, and of what the tensor cores add up by themselves."""
+LEAST_DEPTH = 32
+FAST_ACCUMULATION = False
+"""Of cuBLAS: sums of all columns in the tensor cores' fewer bits. Measure before it is turned on
+(``scripts/bench_kernels.py --scaled-e4m3``)."""
+FEW_ROWS = Tile(64, 128, DEPTH, num_warps=4, num_stages=4)
+MANY_ROWS = Tile(128, 128, DEPTH, num_warps=8, num_stages=4)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _scaled_kernel(
+    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, out_ptr, rows, columns, depth, groups,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
+    EVEN_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """``WIDTH``: columns that share a scale, a multiple of BLOCK_K; 0 for all of a row."""
+    program = tl.program_id(0)
+    row_tiles = tl.cdiv(rows, BLOCK_M)
+    per_group = GROUP_M * tl.cdiv(columns, BLOCK_N)
+    first_tile = program // per_group * GROUP_M
+    side_by_side = tl.minimum(row_tiles - first_tile, GROUP_M)
+    m = (first_tile + program % per_group % side_by_side) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = program % per_group // side_by_side * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    in_rows, in_columns = m < rows, n < columns
+    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * depth + k[None, :]
+    w_ptrs = w_ptr + n.to(tl.int64)[None, :] * depth + k[:, None]
+    x_scale_ptrs = x_scale_ptr + m.to(tl.int64) * groups
+    w_scale_ptrs = w_scale_ptr + n * groups
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, depth, BLOCK_K):
+        if EVEN_K:
+            x = tl.load(x_ptrs, mask=in_rows[:, None], other=0.0)
+            w = tl.load(w_ptrs, mask=in_columns[None, :], other=0.0)
+        else:
+            in_depth = start + k < depth
+            x = tl.load(x_ptrs, mask=in_rows[:, None] & in_depth[None, :], other=0.0)
+            w = tl.load(w_ptrs, mask=in_columns[None, :] & in_depth[:, None], other=0.0)
+        if WIDTH > 0:
+            group = start // WIDTH
+            x_scale = tl.load(x_scale_ptrs + group, mask=in_rows, other=0.0)
+            w_scale = tl.load(w_scale_ptrs + group, mask=in_columns, other=0.0)
+            total += tl.dot(x, w) * x_scale[:, None] * w_scale[None, :]
+        else:
+            total = tl.dot(x, w, total, max_num_imprecise_acc=BLOCK_K)
+        x_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K
+    if WIDTH == 0:
+        total *= tl.load(x_scale_ptrs, mask=in_rows, other=0.0)[:, None]
+        total *= tl.load(w_scale_ptrs, mask=in_columns, other=0.0)[None, :]
+    out_ptrs = out_ptr + m.to(tl.int64)[:, None] * columns + n[None, :]
+    mask = in_rows[:, None] & in_columns[None, :]
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def takes(columns: int, groups: int) -> bool:
+    """Whether :func:`multiply` knows products of so many columns with so many scales a row."""
+    width = columns // groups
+    return groups == 1 or width % DEPTH == 0 or (width >= LEAST_DEPTH and DEPTH % width == 0)
+
+
+def library_takes(weight: Tensor, groups: int, dtype: torch.dtype) -> bool:
+    """Whether cuBLAS multiplies by a weight on a GPU, e4m3 ``[n, k]``, with results of a dtype."""
+    fits = all(size % 16 == 0 for size in weight.shape) and weight.is_contiguous()
+    return groups == 1 and dtype == torch.bfloat16 and fits and _has_scales_by_row(weight.device)
+
+
+@functools.cache
+def _has_scales_by_row(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def shared_bytes(tile: Tile) -> int:
+    """What a program takes of shared memory at most."""
+    stage = (tile.m + tile.n) * (tile.k + 4)  # and scales
+    return max((loop_buffers(tile.num_stages) + 1) * stage, tile.m * (tile.n + 8) * 4)
+
+
+@functools.cache
+def tile_of(rows: int | None, width: int, limit: int) -> Tile:
+    """The tile for so many rows, None where it may not depend on them, on a device whose blocks
+    have ``limit`` bytes of shared memory. ``width``: columns that share a scale, 0 for all."""
+    tile = FEW_ROWS if rows is None or rows <= FEW_ROWS.m else MANY_ROWS
+    if width:
+        tile = tile._replace(k=min(DEPTH, width))
+    return first_that_fits((tile, *_smaller(tile)), lambda each: shared_bytes(each), limit)
+
+
+def multiply(
+    numbers: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    dtype: torch.dtype,
+    *,
+    by_row: bool = False,
+    tile: Tile | None = None,
+) -> Tensor:
+    """``(numbers * scale) @ (weight * weight_scale).T``.
+
+    Args:
+        numbers: e4m3 ``[..., k]``.
+        scale: fp32 ``[..., groups]``.
+        weight: e4m3 ``[n, k]``, contiguous.
+        weight_scale: fp32 ``[n, groups]``; see :func:`takes`.
+        dtype: of the result, a float.
+        by_row: a row's bits depend on it alone, not on how many there are.
+        tile: of the Triton kernel, which then multiplies; by default the one of these sizes.
+
+    Returns:
+        ``[..., n]``; sums are rounded once.
+    """
+    (columns, depth), groups = weight.shape, weight_scale.shape[1]
+    flat, scales = numbers.reshape(-1, depth).contiguous(), scale.reshape(-1, groups).contiguous()
+    rows = len(flat)
+    shape = (*numbers.shape[:-1], columns)
+    if not rows:
+        return torch.empty(shape, dtype=dtype, device=numbers.device)
+    if tile is None and not by_row and library_takes(weight, groups, dtype):
+        out = torch._scaled_mm(
+            flat, weight.t(), scales, weight_scale.t(), out_dtype=dtype,
+            use_fast_accum=FAST_ACCUMULATION,
+        )  # fmt: skip
+        return out.view(shape)
+    out = torch.empty(rows, columns, dtype=dtype, device=numbers.device)
+    width = 0 if groups == 1 else depth // groups
+    if tile is None:
+        few = rows if rows <= FEW_ROWS.m else FEW_ROWS.m + 1
+        tile = tile_of(None if by_row else few, width, block_limit(numbers.device))
+
+    def launch(tile: Tile) -> None:
+        grid = (triton.cdiv(rows, tile.m) * triton.cdiv(columns, tile.n),)
+        _scaled_kernel[grid](
+            flat, scales, weight, weight_scale, out, rows, columns, depth, groups,
+            BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, WIDTH=width,
+            EVEN_K=depth % tile.k == 0, GROUP_M=GROUP_M,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+
+    launch_fitting("product of e4m3", tile, _smaller, launch)
+    return out.view(shape)
+
+
+def _smaller(tile: Tile) -> Iterator[Tile]:
+    """Of fewer stages: the order of sums stays."""
+    yield from (tile._replace(num_stages=n) for n in range(tile.num_stages - 1, 0, -1))

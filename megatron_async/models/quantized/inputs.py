@@ -1,0 +1,97 @@
+"""Inputs of linear layers as e4m3, so that both factors of a product are.
+
+A layer that quantizes its input has weights in e4m3 with ``groups`` scales a row (``values.py``).
+Its input has as many scales a token: one, or one for each group of columns, chosen by the largest
+value of each (DeepSeek-V3, arXiv:2412.19437); or one that the checkpoint brings, for all tokens.
+:func:`quantize_inputs` and :func:`product` define the numbers. The CPU runs them, and the kernels
+(``kernels/gemm/e4m3_inputs.py``, ``kernels/gemm/scaled_e4m3.py``) give the same up to the order of
+sums.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_async.models.quantized.values import E4M3, LARGEST, quantize
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+class Inputs(NamedTuple):
+    """``numbers`` e4m3 ``[..., k]`` with ``scale`` fp32 ``[..., groups]``: what they stand for is
+    their product, group by group."""
+
+    numbers: Tensor
+    scale: Tensor
+
+
+def quantize_inputs(x: Tensor, groups: int, static: Tensor | None = None) -> Inputs:
+    """``x [..., k]`` as e4m3, to the nearest, ties to even.
+
+    Args:
+        x: of any float dtype.
+        groups: scales of a token.
+        static: fp32 ``[1]``, the scale of all; values beyond 448 times it become that. None chooses
+            one for each group: its largest value becomes 448.
+
+    Returns:
+        Numbers and scales. A group that has a NaN or an infinity has a NaN.
+    """
+    if static is None:
+        return Inputs(*quantize(x, groups))
+    wide = x.float()
+    numbers = (wide / static).clamp(-LARGEST, LARGEST)
+    numbers = numbers.masked_fill(~wide.isfinite(), float("nan")).to(E4M3)
+    return Inputs(numbers, static.expand(*x.shape[:-1], groups).contiguous())
+
+
+def product(inputs: Inputs, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Inputs times a weight: exact products of e4m3 are added up in fp32 within each group, the
+    sums are multiplied by both scales and added up in fp32, and the total is rounded once.
+
+    Args:
+        inputs: numbers ``[..., k]``, scales ``[..., groups]``.
+        weight: e4m3 ``[n, k]``.
+        weight_scale: fp32 ``[n, groups]``.
+
+    Returns:
+        ``[..., n]`` in ``dtype``. On the CPU a row depends on itself alone, for any number of rows
+        that is a multiple of 8.
+    """
+    groups = weight_scale.shape[1]
+    parts = inputs.numbers.float().chunk(groups, -1), weight.float().chunk(groups, -1)
+    total = None
+    for group, (x, w) in enumerate(zip(*parts, strict=True)):
+        sums = F.linear(x.contiguous(), w.contiguous())
+        scaled = sums * inputs.scale[..., group, None] * weight_scale[:, group]
+        total = scaled if total is None else total + scaled
+    assert total is not None
+    return total.to(dtype)
+
+
+def product_of(layer: Any, x: Tensor) -> Tensor:
+    """``x [..., k]``, quantized, times the weight of a layer that keeps e4m3: ``[..., n]`` in the
+    dtype of ``x``."""
+    groups = layer.weight_scale.shape[1]
+    if x.is_cuda and HAS_TRITON:
+        return _by_kernels(layer, x, groups)
+    inputs = quantize_inputs(x, groups, layer.input_scale)
+    return product(inputs, layer.weight, layer.weight_scale, x.dtype)
+
+
+def _by_kernels(layer: Any, x: Tensor, groups: int) -> Tensor:
+    from megatron_async.kernels.gemm import batch_invariant, e4m3_inputs, scaled_e4m3
+
+    weight, weight_scale, columns = layer.weight, layer.weight_scale, x.shape[-1]
+    by_kernel = e4m3_inputs.takes(columns, groups, x.dtype)
+    quantize = e4m3_inputs.quantize_inputs if by_kernel else quantize_inputs
+    inputs = Inputs(*quantize(x, groups, layer.input_scale))
+    if not scaled_e4m3.takes(columns, groups):
+        return product(inputs, weight, weight_scale, x.dtype)
+    by_row = batch_invariant.is_on()
+    return scaled_e4m3.multiply(*inputs, weight, weight_scale, x.dtype, by_row=by_row)
