@@ -43,13 +43,24 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 class SwiGLU(torch.nn.Module):
-    """``[..., 2F] -> [..., F]``: SiLU of the first half times the second (arXiv:2002.05202)."""
+    """``[..., 2F] -> [..., F]``: SiLU of the first half times the second (arXiv:2002.05202).
+
+    Attributes:
+        feeds: the linear layer for which kernels quantize the result
+            (``quantized/fused_inputs.py``).
+    """
+
+    feeds: Any = None
 
     def __init__(self, config: Any = None) -> None:
         super().__init__()
 
     def forward(self, x: Tensor) -> Tensor:
         if fusable(x):
+            if self.feeds is not None:
+                from megatron_async.models.quantized import fused_inputs
+
+                return fused_inputs.swiglu(self.feeds, x)
             from megatron_async.kernels.norm.swiglu import swiglu
 
             return swiglu(x)

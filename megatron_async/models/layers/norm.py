@@ -25,6 +25,8 @@ class Norm(torch.nn.Module):
     has_bias = False
     offset = 0.0
     """Added to the weight, in fp32 (megatron's ``layernorm_zero_centered_gamma``)."""
+    feeds: Any = None
+    """The linear layer for which kernels quantize the result (``quantized/fused_inputs.py``)."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
@@ -68,6 +70,10 @@ class Norm(torch.nn.Module):
     def _kernel(
         self, x: Tensor, residual: Tensor | None, x_bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        if self.feeds is not None:
+            from megatron_async.models.quantized import fused_inputs
+
+            return fused_inputs.add_norm(self, self.feeds, x, residual, x_bias)
         from megatron_async.kernels.norm.add_norm import add_norm
 
         return add_norm(

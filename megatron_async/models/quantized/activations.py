@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_async.errors import ConfigError
+from megatron_async.models.quantized.inputs import HAS_TRITON
 from megatron_async.models.quantized.linear import is_one_linear, quantized
 
 LEAST_CAPABILITY = (8, 9)
@@ -32,11 +33,16 @@ def quantize_activations(model: Module, static: Mapping[str, Tensor] | None = No
         raise ConfigError(
             "quantize_activations=True: no linear layer of the model keeps e4m3; leave it out"
         )
-    check_device(next(iter(layers.values())).weight.device)
+    device = next(iter(layers.values())).weight.device
+    check_device(device)
     for name, layer in layers.items():
         layer.quantizes_input = True
         if static is not None:
-            layer.input_scale = static[name].to(layer.weight.device, torch.float32).reshape(1)
+            layer.input_scale = static[name].to(device, torch.float32).reshape(1)
+    if device.type == "cuda" and HAS_TRITON:
+        from megatron_async.models.quantized.fused_inputs import link
+
+        link(model)
 
 
 def linears_in_e4m3(model: Module) -> dict[str, Any]:

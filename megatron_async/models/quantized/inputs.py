@@ -77,21 +77,34 @@ def product(inputs: Inputs, weight: Tensor, weight_scale: Tensor, dtype: torch.d
 def product_of(layer: Any, x: Tensor) -> Tensor:
     """``x [..., k]``, quantized, times the weight of a layer that keeps e4m3: ``[..., n]`` in the
     dtype of ``x``."""
-    groups = layer.weight_scale.shape[1]
     if x.is_cuda and HAS_TRITON:
-        return _by_kernels(layer, x, groups)
-    inputs = quantize_inputs(x, groups, layer.input_scale)
+        return product_by_kernels(layer, x)
+    inputs = quantize_inputs(x, layer.weight_scale.shape[1], layer.input_scale)
     return product(inputs, layer.weight, layer.weight_scale, x.dtype)
 
 
-def _by_kernels(layer: Any, x: Tensor, groups: int) -> Tensor:
+def product_by_kernels(layer: Any, x: Tensor) -> Tensor:
+    """:func:`product_of` with Triton and cuBLAS. What was in front may have quantized ``x`` already
+    (``fused_inputs.py``).
+
+    Raises:
+        TypeError: ``x`` is in e4m3, and not quantized for this layer.
+    """
     from megatron_async.kernels.gemm import batch_invariant, e4m3_inputs, scaled_e4m3
 
     weight, weight_scale, columns = layer.weight, layer.weight_scale, x.shape[-1]
-    by_kernel = e4m3_inputs.takes(columns, groups, x.dtype)
-    quantize = e4m3_inputs.quantize_inputs if by_kernel else quantize_inputs
-    inputs = Inputs(*quantize(x, groups, layer.input_scale))
+    groups = weight_scale.shape[1]
+    made, dtype = getattr(x, "quantized", None), x.dtype
+    if made is not None and made.layer is layer:
+        inputs = Inputs(x if made.numbers is None else made.numbers, made.scale)
+        dtype = made.dtype
+    elif dtype == E4M3:
+        raise TypeError("numbers in e4m3 have come without their scale, or for another layer")
+    else:
+        by_kernel = e4m3_inputs.takes(columns, groups, dtype)
+        quantize = e4m3_inputs.quantize_inputs if by_kernel else quantize_inputs
+        inputs = Inputs(*quantize(x, groups, layer.input_scale))
     if not scaled_e4m3.takes(columns, groups):
-        return product(inputs, weight, weight_scale, x.dtype)
+        return product(inputs, weight, weight_scale, dtype)
     by_row = batch_invariant.is_on()
-    return scaled_e4m3.multiply(*inputs, weight, weight_scale, x.dtype, by_row=by_row)
+    return scaled_e4m3.multiply(*inputs, weight, weight_scale, dtype, by_row=by_row)

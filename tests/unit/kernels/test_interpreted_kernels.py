@@ -32,6 +32,7 @@ RUNS = (
         "test_e4m3_cache.py",
         "test_wide_e4m3.py",
         "test_scaled_e4m3.py",
+        "test_fused_inputs.py",
         "test_graph_memory.py",
     ),
     (

@@ -1,0 +1,200 @@
+"""Norms and activations that quantize their results, beside one after the other; and models with
+them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_async.models.build import build_random_model
+from megatron_async.models.gpt_network import GPTNetwork
+from megatron_async.models.quantized import inputs, linear
+from megatron_async.models.quantized.activations import quantize_activations
+from megatron_async.models.quantized.linear import quantize_in_place
+from tests.support.compiled_kernels import HOPPER, compiles, compiling_for, empty
+from tests.support.interpreter import HAS_TRITON, compiled, interpreted, on_devices
+from tests.unit.kernels.test_fused_kernels import draw, fuse
+from tests.unit.kernels.test_scaled_e4m3 import check_same
+from tests.unit.models.test_batch_invariant import MODELS, Rig
+
+if HAS_TRITON:
+    from megatron_async.kernels.gemm import e4m3_inputs
+    from megatron_async.kernels.norm.add_norm import add_norm, add_norm_reference
+    from megatron_async.kernels.norm.norm_inputs import add_norm_inputs
+    from megatron_async.kernels.norm.swiglu import swiglu
+    from megatron_async.kernels.norm.swiglu_inputs import swiglu_inputs
+    from megatron_async.models.quantized import fused_inputs
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+SIZES = ((96, 1), (256, 2), (288, 3))
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+@on_devices
+@pytest.mark.parametrize("static", (False, True))
+@pytest.mark.parametrize(("columns", "groups"), SIZES)
+def test_a_norm_quantizes_what_it_gives(
+    device: str, columns: int, groups: int, static: bool
+) -> None:
+    given = torch.tensor([0.02], device=device) if static else None
+    on_cpu = None if given is None else given.cpu()
+    for dtype in DTYPES:
+        x = draw(5, columns, dtype=dtype, device=device)
+        x[1], x[2, 3] = 0, float("nan")
+        weight, bias, residual, x_bias = (x[0].flip(0) * n for n in (0.3, 0.1, 2, 0.5))
+        residual = residual.repeat(5, 1)
+        for case in (
+            {"residual": None, "bias": None, "x_bias": None},
+            {"residual": residual, "bias": bias, "x_bias": x_bias, "center": True, "offset": 1.0},
+        ):
+            options = {"center": False, "offset": 0.0, **case}
+            hidden, normed, found = add_norm_inputs(
+                x, weight=weight, eps=1e-5, groups=groups, static=given, **options
+            )
+            check_same(found, inputs.quantize_inputs(normed.cpu(), groups, on_cpu))
+            meant = add_norm_reference(x, weight=weight, eps=1e-5, **options)
+            alone = add_norm(x, weight=weight, eps=1e-5, **options)
+            tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+            close = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
+            torch.testing.assert_close(hidden, meant[0], **close)
+            torch.testing.assert_close(
+                normed,
+                add_norm_reference(
+                    hidden,
+                    None,
+                    weight,
+                    options["bias"],
+                    1e-5,
+                    center=options["center"],
+                    offset=options["offset"],
+                )[1],
+                **close,
+            )
+            assert torch.equal(hidden.nan_to_num(), alone[0].nan_to_num())
+
+
+@on_devices
+@pytest.mark.parametrize("static", (False, True))
+@pytest.mark.parametrize(("columns", "groups"), SIZES)
+def test_swiglu_quantizes_what_it_would_give(
+    device: str, columns: int, groups: int, static: bool
+) -> None:
+    given = torch.tensor([0.02], device=device) if static else None
+    for dtype in DTYPES:
+        x = draw(2, 3, 2 * columns, dtype=dtype, device=device)
+        x[0, 1], x[1, 2, 7] = 0, float("inf")
+        numbers, scale = swiglu_inputs(x, groups, given)
+        assert numbers.shape == (2, 3, columns) and scale.shape == (2, 3, groups)
+        on_cpu = None if given is None else given.cpu()
+        check_same((numbers, scale), inputs.quantize_inputs(swiglu(x).cpu(), groups, on_cpu))
+        assert numbers[1, 2].isnan().any() and not numbers[:1].float().isnan().any()
+
+
+def quantized_rig(name: str, dtype: torch.dtype, device: str, groups: int) -> Rig:
+    rig = Rig(name, dtype, device)
+    config = replace(MODELS[name], num_layers=1) if device == "cpu" else MODELS[name]
+    model = build_random_model(config, device=torch.device(device), dtype=dtype, quantize=True)
+    for layer in linear.quantizable(model).values():
+        layer.weight.data = linear.weight_of(layer, dtype)
+        quantize_in_place(layer, groups)
+    quantize_activations(model)
+    rig.wrapper = GPTNetwork(model, batch_invariant=True)
+    return rig
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "groups"),
+    [
+        pytest.param("cpu", "llama", 1, marks=interpreted),
+        *(pytest.param("cuda", *each, marks=compiled) for each in (("llama", 1), ("gpt2", 2))),
+    ],
+)
+def test_a_model_computes_the_same_with_and_without_kernels(
+    device: str, name: str, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of its norms and activations quantize for the layer behind them, so that kernels are
+    launched for the outputs of attention alone, and in gpt2 for those of its activation."""
+    rig = quantized_rig(name, torch.float32, device, groups)
+    chunks, others, quantize = [9, 1], 2, e4m3_inputs.quantize_inputs
+    asked: list[int] = []
+
+    def counted(x: Tensor, *more: object) -> tuple[Tensor, Tensor]:
+        asked.append(x.shape[-1])
+        return quantize(x, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(e4m3_inputs, "quantize_inputs", counted)
+    monkeypatch.setattr(linear, "product_of", inputs.product_by_kernels)
+    if device == "cpu":
+        fused_inputs.link(rig.wrapper.model)
+        fuse(monkeypatch, True)
+        chunks, others = [5], 0
+    found = rig.compute(chunks, others=others)
+    config = MODELS[name]
+    once = {config.num_attention_heads * config.head_dim}
+    assert set(asked) == once | ({config.ffn_hidden_size} if name == "gpt2" else set())
+    fuse(monkeypatch, False)
+    monkeypatch.setattr(linear, "product_of", lambda layer, x: meant_product(layer, x))
+    plain = rig.compute(chunks, others=others)
+    for one, other in zip(found, plain, strict=True):
+        assert (one.double() - other.double()).norm() < 0.03 * other.double().norm()
+
+
+def meant_product(layer: object, x: Tensor) -> Tensor:
+    """By the reference, on any device."""
+    made: SimpleNamespace = layer  # type: ignore[assignment]
+    quantized = inputs.quantize_inputs(x, made.weight_scale.shape[1], made.input_scale)
+    return inputs.product(quantized, made.weight, made.weight_scale, x.dtype)
+
+
+def test_numbers_are_taken_by_the_layer_that_they_are_made_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = quantized_rig("llama", torch.float32, "cpu", 1).wrapper.model
+    fused_inputs.link(model)
+    first = model.decoder.layers[0]
+    qkv, fc1, fc2 = first.self_attention.linear_qkv, first.mlp.linear_fc1, first.mlp.linear_fc2
+    assert first.input_layernorm.feeds is qkv and first.pre_mlp_layernorm.feeds is fc1
+    assert first.mlp.activation_func.feeds is fc2 and model.decoder.final_layernorm.feeds is None
+    assert len(list(model.parameters())) == len(set(map(id, model.parameters())))
+    assert "feeds" not in dict(first.input_layernorm.named_children())
+
+    from megatron_async.kernels.gemm import scaled_e4m3
+
+    taken: list[Tensor] = []
+    monkeypatch.setattr(
+        scaled_e4m3, "multiply", lambda *given, by_row: taken.append(given[0]) or given[1]
+    )
+    monkeypatch.setattr(e4m3_inputs, "quantize_inputs", inputs.quantize_inputs)
+    x = torch.ones(8, 48)
+    numbers, scale = inputs.quantize_inputs(x * 3, 1)
+    x.quantized = fused_inputs.Quantized(qkv, numbers, scale, x.dtype)  # type: ignore[attr-defined]
+    inputs.product_by_kernels(qkv, x)
+    inputs.product_by_kernels(fc1, x)
+    assert taken[0] is numbers and taken[1] is not numbers
+    lone = numbers.clone()
+    lone.quantized = fused_inputs.Quantized(fc1, None, scale, x.dtype)  # type: ignore[attr-defined]
+    inputs.product_by_kernels(fc1, lone)
+    assert taken[2] is lone
+    with pytest.raises(TypeError, match="numbers in e4m3 have come without their scale"):
+        inputs.product_by_kernels(qkv, lone)
+
+
+@compiles
+@pytest.mark.parametrize("groups", (1, 32))
+def test_kernels_compile_for_hopper(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_async.kernels.norm import norm_inputs
+    from megatron_async.kernels.norm import swiglu_inputs as of_swiglu
+
+    for module in (norm_inputs, of_swiglu):
+        monkeypatch.setattr(module, "rounds_once", lambda device: True)
+    x, weight = empty(300, 4096, dtype=torch.bfloat16), empty(4096, dtype=torch.bfloat16)
+    with compiling_for(HOPPER) as kernels:
+        add_norm_inputs(x, x, weight, None, 1e-5, groups=groups)
+        swiglu_inputs(empty(300, 2 * 14336, dtype=torch.bfloat16), 14336 // (4096 // groups))
+    assert len(kernels) == 2
+    for kernel in kernels:
+        assert "cvt.rn.satfinite.e4m3x2.f32" in kernel.ptx and kernel.shared <= 8192
