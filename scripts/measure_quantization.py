@@ -1,5 +1,5 @@
-"""What e4m3 weights change in the embedded models, scheme by scheme: the table of
-docs/quantization.md.
+"""What weights and activations in e4m3 change in the embedded models, scheme by scheme: the tables
+of docs/quantization.md.
 
 python scripts/measure_quantization.py
 """
@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,17 +18,23 @@ from torch import Tensor
 
 from megatron_async import DynamicInferenceEngine, EngineConfig, SamplingParams
 from megatron_async.checkpoint import load_pretrained
-from megatron_async.models.quantized.linear import quantizable
-from megatron_async.models.quantized.values import multiply_out, quantize
+from megatron_async.models.quantized.activations import quantize_activations
+from megatron_async.models.quantized.linear import keep, quantizable
+from megatron_async.models.quantized.values import E4M3, LARGEST, multiply_out, quantize
 
 BLOCK = 128
 
 
 class Scheme(NamedTuple):
-    """How weights are quantized: values to what they stand for, in float64. None: not at all."""
+    """How weights are quantized: values to what they stand for, in float64. None: not at all.
+
+    ``columns``: linear layers but experts' multiply e4m3 by e4m3, and each token has a scale for
+    that number of columns, with 0 for all; None leaves activations as they are.
+    """
 
     name: str
     apply: Callable[[Tensor], Tensor] | None
+    columns: int | None = None
 
 
 def by_tensor(weight: Tensor) -> Tensor:
@@ -55,6 +62,8 @@ SCHEMES = (
     Scheme("e4m3, a scale for all", by_tensor),
     Scheme("e4m3, by block", by_block),
     Scheme("e4m3, by row", by_row),
+    Scheme("e4m3, by row; activations by token", by_row, columns=0),
+    Scheme("e4m3, by block; activations by token and 128 columns", by_block, columns=BLOCK),
 )
 
 
@@ -75,8 +84,14 @@ def logits_of(model: Any, sequences: Tensor) -> Tensor:
 def model_of(name: str, dtype: torch.dtype, scheme: Scheme) -> Any:
     """The model with the values that ``scheme`` has, in ``dtype``."""
     # The layers that a model keeps as e4m3 are told by one that does.
-    names = quantizable(load_pretrained(name, quantization="fp8").model)
+    made = load_pretrained(name, dtype=dtype, quantization="fp8").model
+    names = quantizable(made)
     exact = load_pretrained(name, dtype=torch.float32).model
+    if scheme.columns is not None:
+        for layer, module in names.items():
+            fill(module, exact.get_parameter(f"{layer}.weight"), scheme.columns)
+        quantize_activations(made)
+        return made
     model = load_pretrained(name, dtype=dtype).model
     if scheme.apply is not None:
         with torch.no_grad():
@@ -84,6 +99,24 @@ def model_of(name: str, dtype: torch.dtype, scheme: Scheme) -> Any:
                 weight = exact.get_parameter(f"{layer}.weight")
                 model.get_parameter(f"{layer}.weight").copy_(scheme.apply(weight))
     return model
+
+
+def fill(layer: Any, weight: Tensor, block: int) -> None:
+    """Give a layer the e4m3 of ``weight``, with a scale for each row, or for each ``block`` x
+    ``block`` unless that is 0."""
+    k = weight.shape[-1]
+    shared = math.gcd(k, block)
+    keep(layer, k // shared)
+    with torch.no_grad():
+        largest = weight.abs().amax(-1, keepdim=True).expand(weight.shape).clone()
+        if block:
+            largest = weight.abs()
+            for rows in largest.split(block, -2):
+                for each in rows.split(block, -1):
+                    each.copy_(each.amax((-2, -1), keepdim=True).expand_as(each))
+        scale = largest / LARGEST
+        layer.weight_scale.copy_(scale[..., ::shared])
+        layer.weight.view(torch.uint8).copy_((weight / scale).to(E4M3).view(torch.uint8))
 
 
 def greedy(name: str, count: int, length: int) -> Tensor:
@@ -97,7 +130,9 @@ def greedy(name: str, count: int, length: int) -> Tensor:
     return torch.tensor([(list(r.prompt_tokens) + r.generated_tokens)[-length:] for r in done])
 
 
-def measure(name: str, tokens: int, length: int) -> list[dict[str, Any]]:
+def measure(
+    name: str, tokens: int, length: int, schemes: Sequence[Scheme] = SCHEMES
+) -> list[dict[str, Any]]:
     """All schemes beside the model in float32."""
     tokenizer = load_pretrained(name).tokenizer
     assert tokenizer is not None
@@ -107,7 +142,7 @@ def measure(name: str, tokens: int, length: int) -> list[dict[str, Any]]:
     plain = Scheme("float32", None)
     exact, followed = (logits_of(model_of(name, torch.float32, plain), s) for s in (texts, written))
     rows = []
-    for scheme in SCHEMES:
+    for scheme in schemes:
         model = model_of(name, torch.bfloat16, scheme)
         same = model_of(name, torch.float64, scheme)
         found = logits_of(model, texts)
@@ -142,9 +177,13 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["tiny", "tiny-moe", "tiny-hybrid"])
     parser.add_argument("--tokens", type=int, default=10_240)
     parser.add_argument("--length", type=int, default=128)
+    said = "schemes whose names have this word, such as activations (default: all)"
+    parser.add_argument("--only", default="", metavar="WORD", help=said)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    rows = [row for name in args.models for row in measure(name, args.tokens, args.length)]
+    schemes = [scheme for scheme in SCHEMES if args.only in scheme.name]
+    sizes = args.tokens, args.length
+    rows = [row for name in args.models for row in measure(name, *sizes, schemes)]
     if args.json:
         print(json.dumps(rows, indent=1))
         return

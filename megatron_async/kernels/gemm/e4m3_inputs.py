@@ -88,7 +88,7 @@ def rounds_once(device: torch.device) -> bool:
 
 
 def takes(columns: int, groups: int, dtype: torch.dtype) -> bool:
-    """Whether :func:`quantize_inputs` quantizes rows of so many columns in so many groups."""
+    """Whether :func:`quantize_inputs` quantizes rows of ``columns`` in ``groups``."""
     return tile_of(columns, groups)[0] <= MOST_COLUMNS and dtype in FLOATS
 
 

@@ -26,8 +26,8 @@ DEPTH = 128
 """Columns of a stage, and of what the tensor cores add up by themselves."""
 LEAST_DEPTH = 32
 FAST_ACCUMULATION = False
-"""Of cuBLAS: sums of all columns in the tensor cores' fewer bits. Measure before it is turned on
-(``scripts/bench_kernels.py --scaled-e4m3``)."""
+"""cuBLAS adds all columns up in the tensor cores' fewer bits. Measure before it is turned on
+(``scripts/bench_prefill.py --products``)."""
 FEW_ROWS = Tile(64, 128, DEPTH, num_warps=4, num_stages=4)
 MANY_ROWS = Tile(128, 128, DEPTH, num_warps=8, num_stages=4)
 
@@ -79,7 +79,7 @@ def _scaled_kernel(
 
 
 def takes(columns: int, groups: int) -> bool:
-    """Whether :func:`multiply` knows products of so many columns with so many scales a row."""
+    """Whether :func:`multiply` knows products of ``columns`` with ``groups`` scales a row."""
     width = columns // groups
     return groups == 1 or width % DEPTH == 0 or (width >= LEAST_DEPTH and DEPTH % width == 0)
 
@@ -103,7 +103,7 @@ def shared_bytes(tile: Tile) -> int:
 
 @functools.cache
 def tile_of(rows: int | None, width: int, limit: int) -> Tile:
-    """The tile for so many rows, None where it may not depend on them, on a device whose blocks
+    """The tile for ``rows``, None where it may not depend on them, on a device whose blocks
     have ``limit`` bytes of shared memory. ``width``: columns that share a scale, 0 for all."""
     tile = FEW_ROWS if rows is None or rows <= FEW_ROWS.m else MANY_ROWS
     if width:
@@ -167,5 +167,5 @@ def multiply(
 
 
 def _smaller(tile: Tile) -> Iterator[Tile]:
-    """Of fewer stages: the order of sums stays."""
+    """Tiles of fewer stages, which keep the order of sums."""
     yield from (tile._replace(num_stages=n) for n in range(tile.num_stages - 1, 0, -1))

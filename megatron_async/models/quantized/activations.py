@@ -14,7 +14,7 @@ from megatron_async.models.quantized.inputs import HAS_TRITON
 from megatron_async.models.quantized.linear import is_one_linear, quantized
 
 LEAST_CAPABILITY = (8, 9)
-"""Of a GPU whose tensor cores multiply e4m3: Ada, Hopper and later."""
+"""The least of a GPU whose tensor cores multiply e4m3: Ada, Hopper and later."""
 
 
 def quantize_activations(model: Module, static: Mapping[str, Tensor] | None = None) -> None:
@@ -40,7 +40,7 @@ def quantize_activations(model: Module, static: Mapping[str, Tensor] | None = No
         if static is not None:
             layer.input_scale = static[name].to(device, torch.float32).reshape(1)
     if device.type == "cuda" and HAS_TRITON:
-        from megatron_async.models.quantized.fused_inputs import link
+        from megatron_async.models.quantized.feeds import link
 
         link(model)
 

@@ -27,7 +27,7 @@ if HAS_TRITON:
     from megatron_async.kernels.norm.norm_inputs import add_norm_inputs
     from megatron_async.kernels.norm.swiglu import swiglu
     from megatron_async.kernels.norm.swiglu_inputs import swiglu_inputs
-    from megatron_async.models.quantized import fused_inputs
+    from megatron_async.models.quantized import feeds, fused_inputs
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 SIZES = ((96, 1), (256, 2), (288, 3))
@@ -129,7 +129,7 @@ def test_a_model_computes_the_same_with_and_without_kernels(
     monkeypatch.setattr(e4m3_inputs, "quantize_inputs", counted)
     monkeypatch.setattr(linear, "product_of", inputs.product_by_kernels)
     if device == "cpu":
-        fused_inputs.link(rig.wrapper.model)
+        feeds.link(rig.wrapper.model)
         fuse(monkeypatch, True)
         chunks, others = [5], 0
     found = rig.compute(chunks, others=others)
@@ -154,7 +154,7 @@ def test_numbers_are_taken_by_the_layer_that_they_are_made_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = quantized_rig("llama", torch.float32, "cpu", 1).wrapper.model
-    fused_inputs.link(model)
+    feeds.link(model)
     first = model.decoder.layers[0]
     qkv, fc1, fc2 = first.self_attention.linear_qkv, first.mlp.linear_fc1, first.mlp.linear_fc2
     assert first.input_layernorm.feeds is qkv and first.pre_mlp_layernorm.feeds is fc1

@@ -1,0 +1,148 @@
+"""Time prefill with weights and activations in bfloat16 and in e4m3.
+
+    python scripts/bench_prefill.py [--model random:llama8b] [--prompts N] [--tokens N]
+    python scripts/bench_prefill.py --products
+
+The first takes all prompts into an engine at once, of random tokens, and says how long it takes
+until each has its first token, the median of rounds behind one that is not counted, for each of
+``--formats``. The second times the linear layers of Llama-8B alone: cuBLAS's products of bfloat16
+and of e4m3, with sums in fp32 and with fast ones, those of the Triton kernel with scales by row and
+by 128 columns, and what quantizes their inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_async import DynamicInferenceEngine, EngineConfig, SamplingParams
+from megatron_async.kernels.gemm import e4m3_inputs, scaled_e4m3
+from megatron_async.kernels.norm.norm_inputs import add_norm_inputs
+from megatron_async.kernels.norm.swiglu_inputs import swiglu_inputs
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "weights": {"quantization": "fp8"},
+    "activations": {"quantization": "fp8", "quantize_activations": True},
+}
+LINEARS = {"qkv": (6144, 4096), "proj": (4096, 4096), "fc1": (28672, 4096), "fc2": (4096, 14336)}
+"""Rows and columns of Llama-8B's weights."""
+CALLS = 20
+
+
+def prefill_seconds(args: argparse.Namespace, options: dict[str, Any]) -> float:
+    """Until each of ``args.prompts`` prompts has its first token, the median."""
+    config = EngineConfig(
+        device=args.device,
+        max_requests=args.prompts,
+        max_sequence_length=args.tokens + 8,
+        prefill_chunk_tokens=args.tokens,
+        max_tokens=args.prompts * (args.tokens + 1),
+        enable_prefix_caching=False,
+        num_cuda_graphs=1,
+        **options,
+    )
+    chance = random.Random(0)
+    params = SamplingParams(temperature=0.0, num_tokens_to_generate=1, termination_id=-1)
+    took = []
+    with DynamicInferenceEngine.from_pretrained(args.model, config) as engine:
+        vocabulary = engine.model.network.vocab_size
+        for _ in range(1 + args.rounds):
+            prompts = [
+                [chance.randrange(vocabulary) for _ in range(args.tokens)]
+                for _ in range(args.prompts)
+            ]
+            started = time.perf_counter()
+            engine.generate(prompts, params)
+            took.append(time.perf_counter() - started)
+    return statistics.median(took[1:])
+
+
+def bench_prefill(args: argparse.Namespace) -> None:
+    """A line for each format."""
+    count = args.prompts * args.tokens
+    print(f"{args.model}: {args.prompts} prompts of {args.tokens:,} tokens")
+    for name in args.formats:
+        seconds = prefill_seconds(args, FORMATS[name])
+        print(f"  {name}: {seconds:.3f} s, {count / seconds:,.0f} tokens/s", flush=True)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    """The mean of some calls, behind a few others."""
+    for _ in range(3):
+        call()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(CALLS):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) / CALLS
+
+
+def products_of(x: Tensor, wide: Tensor) -> dict[str, Callable[[], object]]:
+    """What is timed for inputs ``[rows, k]`` and a weight ``[n, k]`` in bfloat16."""
+    calls: dict[str, Callable[[], object]] = {"bf16": partial(torch.mm, x, wide.t())}
+    for by, groups in (("by row", 1), ("by 128", wide.shape[1] // 128)):
+        weight, weight_scale = e4m3_inputs.quantize_inputs(wide, groups)
+        numbers, scale = e4m3_inputs.quantize_inputs(x, groups)
+        calls[f"quantize {by}"] = partial(e4m3_inputs.quantize_inputs, x, groups)
+        given = (numbers, scale, weight, weight_scale, torch.bfloat16)
+        calls[f"Triton {by}"] = partial(scaled_e4m3.multiply, *given, tile=scaled_e4m3.MANY_ROWS)
+        for sums, fast in (("", False), (", fast sums", True)) if groups == 1 else ():
+            calls[f"cuBLAS {by}{sums}"] = partial(
+                torch._scaled_mm, numbers, weight.t(), scale, weight_scale.t(),
+                out_dtype=torch.bfloat16, use_fast_accum=fast,
+            )  # fmt: skip
+    return calls
+
+
+def bench_products(rows: int) -> None:
+    """Milliseconds of each linear layer and format, and TFLOP/s."""
+    print(f"{rows} rows: ms (TFLOP/s)")
+    like: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    for name, (n, k) in LINEARS.items():
+        calls = products_of(torch.randn(rows, k, **like), torch.randn(n, k, **like))
+        for label, call in calls.items():
+            took = milliseconds(call)
+            speed = "" if "quantize" in label else f" ({2e-9 * rows * n * k / took:,.0f})"
+            print(f"  {name}, {label}: {took:.3f}{speed}", flush=True)
+    hidden, gate = torch.randn(rows, 4096, **like), torch.randn(rows, 28672, **like)
+    normed = partial(add_norm_inputs, hidden, hidden, hidden[0], None, 1e-5, groups=1)
+    print(f"  addition, norm and quantization of 4096 columns: {milliseconds(normed):.3f}")
+    print(f"  SwiGLU and quantization: {milliseconds(partial(swiglu_inputs, gate, 1)):.3f}")
+
+
+def main() -> None:
+    """Run the script."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    add = parser.add_argument
+    add("--model", default="random:llama8b", help="as of megatron-async serve")
+    add("--device", help="default: a GPU where there is one")
+    add("--prompts", type=int, default=16)
+    add("--tokens", type=int, default=4096, help="of each prompt, or rows with --products")
+    add("--rounds", type=int, default=5)
+    add("--formats", nargs="+", choices=list(FORMATS), default=list(FORMATS))
+    add("--products", action="store_true", help="linear layers alone, on a GPU")
+    args = parser.parse_args()
+    if args.products:
+        bench_products(args.tokens)
+    else:
+        bench_prefill(args)
+
+
+if __name__ == "__main__":
+    main()
