@@ -29,7 +29,7 @@ FEW = "--prompt-tokens 8 --new-tokens 24 --depths 1 --rounds 1"
 COMMANDS = {
     "generate": (
         "--prompt abc --max-new-tokens 4 --depth 2 --record run --quantization fp8 "
-        "--kv-cache-dtype fp8", "4 tokens in",
+        "--quantize-activations --kv-cache-dtype fp8", "4 tokens in",
     ),
     "bench": (FEW, "host: reference work"),
     "trace": ("--prompt-tokens 8 --steps 6 -o trace.json", "open it at"),

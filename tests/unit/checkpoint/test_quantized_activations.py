@@ -165,6 +165,22 @@ def test_depths_change_no_token_and_evictions_none_where_results_do_not_depend_o
             assert found_by(engine, evict=True) == meant, (depth, drafts)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ("deepseek", "neural-magic", None))
+def test_on_a_gpu_nothing_changes_a_token_where_results_do_not_depend_on_the_batch(
+    kind: str | None, plain: Path, tmp_path: Path
+) -> None:
+    path = plain / "llama" if kind is None else write(tmp_path / "model", plain / "llama", kind)
+    options: dict[str, Any] = {**ACTIVATIONS, "dtype": "bfloat16", "device": "cuda"}
+    options |= {"batch_invariant": True, "block_size_tokens": 16}
+    with engine_over(path, **options, enable_prefix_caching=False) as engine:
+        meant = found_by(engine, evict=False)
+    for depth in (0, 2):
+        with engine_over(path, **options, depth=depth) as engine:
+            assert found_by(engine, evict=True) == meant, depth
+
+
 def test_activations_change_logits_a_little(plain: Path) -> None:
     """They are quantized: logits differ from those of the same weights by e4m3's rounding."""
     ids, at = torch.arange(16)[None], torch.arange(16)[None]

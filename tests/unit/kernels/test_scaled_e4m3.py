@@ -172,30 +172,30 @@ def test_which_products_are_taken_and_by_what(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_library_is_given_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own check of shapes and strides, which meta tensors pass too, and never to be
-    batch-invariant."""
-    asked: list[bool] = []
-    takes = scaled_e4m3._has_scales_by_row
-    monkeypatch.setattr(
-        scaled_e4m3, "_has_scales_by_row", lambda device: [True, asked.append(True)][0]
-    )
-    from torch._meta_registrations import meta_scaled_mm
+    """Shapes and strides that its own check passes; and nothing that is to be batch-invariant."""
+    from torch import _meta_registrations as registrations
 
-    called: list[tuple[Any, ...]] = []
+    called: list[str] = []
 
     def scaled_mm(*args: Any, **kwargs: Any) -> Tensor:
-        called.append(args)
-        monkeypatch.setattr("torch._meta_registrations.device_hint", lambda tensor: "cuda")
-        made: Tensor = meta_scaled_mm(*args, **kwargs)
+        called.append("library")
+        monkeypatch.setattr(registrations, "device_hint", lambda tensor: "cuda")
+        made: Tensor = registrations.meta_scaled_mm(*args, **kwargs)
         return made
 
+    monkeypatch.setattr(scaled_e4m3, "_has_scales_by_row", lambda device: True)
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
-    x, x_scale, w, w_scale = factors(7, 48, 256, 1)
-    found = scaled_e4m3.multiply(
-        x.view(1, 7, 256), x_scale.view(1, 7, 1), w, w_scale, torch.bfloat16
-    )
-    assert found.shape == (1, 7, 48) and len(called) == 1
-    assert takes is not scaled_e4m3._has_scales_by_row and asked
+    monkeypatch.setattr(scaled_e4m3, "launch_fitting", lambda *given: called.append("Triton"))
+    for rows in (1, 7):
+        x, x_scale, w, w_scale = factors(rows, 48, 256, 1)
+        given = (x[None], x_scale[None], w, w_scale)
+        for dtype, by_row, meant in (
+            (torch.bfloat16, False, "library"), (torch.bfloat16, True, "Triton"),
+            (torch.float32, False, "Triton"),
+        ):  # fmt: skip
+            found = scaled_e4m3.multiply(*given, dtype, by_row=by_row)
+            assert found.shape == (1, rows, 48) and found.dtype == dtype
+            assert called.pop() == meant and not called
 
 
 def test_layers_go_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
