@@ -33,7 +33,7 @@ def mend_interpreter() -> None:
 
     Triton 3.6 and 3.7 convert an array of one element to an integer, which NumPy 2.4 refuses. They
     multiply with ``np.matmul``, and some CPUs' BLAS adds a row up in an order that depends on where
-    the row lies; a GPU's tensor cores do not. Of bfloat16 they multiply the bits.
+    the row lies; a GPU's tensor cores do not. Of bfloat16 and e4m3 they multiply the bits.
     """
     import numpy as np
     from triton.runtime import interpreter

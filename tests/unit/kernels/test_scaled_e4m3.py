@@ -15,6 +15,7 @@ from megatron_async.models.quantized import inputs as reference
 from megatron_async.models.quantized.values import E4M3
 from tests.support.compiled_kernels import HOPPER, LIMIT_OF, compiles, compiling_for, empty
 from tests.support.interpreter import HAS_TRITON, on_devices
+from tests.support.sweeps import some
 
 if HAS_TRITON:
     from megatron_async.kernels.gemm import e4m3_inputs, scaled_e4m3
@@ -222,7 +223,7 @@ def test_layers_go_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @compiles
-@pytest.mark.parametrize("groups", (1, 32))
+@pytest.mark.parametrize("groups", some([1, 32], 1))
 def test_tensor_cores_multiply_e4m3_and_sums_leave_them(
     groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
