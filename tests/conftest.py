@@ -19,6 +19,7 @@ from tests.support.leftovers import watch_for_leftovers
 from tests.support.recorded_launches import record_into
 from tests.support.selection import LONG, QUICK
 from tests.support.sweeps import choose_seed, share
+from tests.support.turns import whose_turn_it_is_not
 
 # The same examples in every run of the CI, new ones on everybody's own machine. No verdict depends
 # on speed.
@@ -64,6 +65,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--all",
         action="store_true",
         help="run all cases of the tests that are marked with sweep, not a share of them",
+    )
+    parser.addoption(
+        "--turns",
+        action="store_true",
+        help="of the tests that take long, run those whose turn it is at this commit; not with "
+        "--all",
     )
     parser.addoption(
         "--ray",
@@ -154,6 +161,11 @@ class _Sweeps:
         if INTERPRETED:
             for item in items:
                 item.add_marker(pytest.mark.sweep(of=INTERPRETED_CASES))
-        if not config.getoption("--all"):
-            items[:], left_out = share(items)
-            config.hook.pytest_deselected(items=left_out)
+        if config.getoption("--all"):
+            return
+        if config.getoption("--turns"):
+            others = whose_turn_it_is_not(items)
+            config.hook.pytest_deselected(items=[item for item in items if item in others])
+            items[:] = [item for item in items if item not in others]
+        items[:], left_out = share(items)
+        config.hook.pytest_deselected(items=left_out)

@@ -47,13 +47,13 @@ def some(values: Sequence[T], count: int) -> list[T]:
     """``count`` of them, by the commit, in their order; all with ``--all``."""
     if ALL in os.environ:
         return list(values)
-    order = sorted(range(len(values)), key=lambda place: _number(repr(values[place])))
+    order = sorted(range(len(values)), key=lambda place: number_of(repr(values[place])))
     return [values[place] for place in sorted(order[:count])]
 
 
 def drawn(values: Sequence[T]) -> T:
     """One of them, by the commit."""
-    return values[_number("") % len(values)]
+    return values[number_of("") % len(values)]
 
 
 def share(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
@@ -82,10 +82,11 @@ def _is_skipped(item: pytest.Item) -> bool:
 
 
 def _left_out(group: list[pytest.Item], cases: int) -> list[pytest.Item]:
-    shuffled = sorted(group, key=lambda item: _number(item.nodeid))
+    shuffled = sorted(group, key=lambda item: number_of(item.nodeid))
     return shuffled[-(-len(group) // cases) :]
 
 
-def _number(name: str) -> int:
+def number_of(name: str) -> int:
+    """A number that the commit and ``name`` determine."""
     digest = hashlib.sha256(f"{os.environ[SEED]} {name}".encode()).digest()
     return int.from_bytes(digest[:8])

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support import turns
 from tests.support.selection import LONG, QUICK
 from tests.support.sweeps import CASES, SEED, share
 
@@ -107,3 +108,45 @@ def test_other_tests_and_those_that_are_skipped_are_no_part_of_a_sweep(
     cases = [*(Case(n, 0) for n in range(9)), *(Case(n, 0, sweep, skip) for n in range(9))]
     assert shared(cases) == cases
     assert len(shared([*cases, Case(9, 0, sweep)])) == len(cases) + 1
+
+
+def test_tests_that_take_turns_exist() -> None:
+    listed = turns.LIST.read_text().split()
+    assert listed == sorted(set(listed)) and len(listed) > 100
+    for function in listed:
+        path, *classes, name = function.split("::")
+        assert Path(path).name not in turns.ALWAYS
+        scope: ast.AST = ast.parse((ROOT / path).read_text())
+        for one in (*classes, name):
+            inside = {getattr(node, "name", None): node for node in ast.walk(scope)}
+            assert one in inside, f"{function} is gone: take it out of {turns.LIST.name}"
+            scope = inside[one]
+
+
+def test_each_long_test_has_its_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    listed = tmp_path / "long"
+    listed.write_text("test_a.py::test_b\n")
+    monkeypatch.setattr(turns, "LIST", listed)
+    long, short = Case(1, 0), Case(2, 0)
+    short.nodeid = "test_a.py::test_c[2]"
+    ran = 0
+    for commit in map(str, range(200)):
+        monkeypatch.setenv(SEED, commit)
+        left = turns.whose_turn_it_is_not([long, short])  # type: ignore[list-item]
+        assert left in (set(), {long})
+        ran += not left
+    assert 200 / turns.TURNS / 2 < ran < 200 / turns.TURNS * 2
+
+
+def test_long_tests_are_found_in_the_times_of_a_run(tmp_path: Path) -> None:
+    times = tmp_path / "times.xml"
+    case = '<testcase classname="tests.unit.{}" name="{}" time="{}"/>'
+    cases = [
+        case.format("test_a", "test_b[1]", 30), case.format("test_a", "test_b[2]", 31),
+        case.format("test_a.TestC", "test_d", 30), case.format("test_a", "test_quick", 0.001),
+        case.format("test_state_machine", "test_all", 500),
+    ]  # fmt: skip
+    times.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+    assert turns.long_functions(times) == [
+        "tests/unit/test_a.py::TestC::test_d", "tests/unit/test_a.py::test_b"
+    ]  # fmt: skip
