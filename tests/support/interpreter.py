@@ -33,7 +33,8 @@ def mend_interpreter() -> None:
 
     Triton 3.6 and 3.7 convert an array of one element to an integer, which NumPy 2.4 refuses. They
     multiply with ``np.matmul``, and some CPUs' BLAS adds a row up in an order that depends on where
-    the row lies; a GPU's tensor cores do not. Of bfloat16 and e4m3 they multiply the bits.
+    the row lies; a GPU's tensor cores do not. Of bfloat16 and e4m3 they multiply the bits, in
+    products of matrices as of elements.
     """
     import numpy as np
     from triton.runtime import interpreter
@@ -59,5 +60,14 @@ def mend_interpreter() -> None:
             total += left[..., k : k + 1] * right[..., k : k + 1, :]
         return interpreter.TensorHandle(total + d.data, d.dtype.scalar)
 
+    def create_fmul(self: Any, a: Any, b: Any) -> Any:
+        if not a.dtype.scalar.is_bf16():
+            return self.binary_op(a, b, np.multiply)
+        with np.errstate(invalid="ignore"):  # an infinity times zero
+            bits = (widened(a) * widened(b)).view(np.uint32)
+        nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        return interpreter.TensorHandle(nearest.astype(np.uint16), a.dtype.scalar)
+
     interpreter._patch_lang_tensor = mended
+    interpreter.InterpreterBuilder.create_fmul = create_fmul
     interpreter.InterpreterBuilder.create_dot = create_dot

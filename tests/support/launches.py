@@ -28,15 +28,18 @@ def experts(
     shared: int = 2,
     device: str = "meta",
     scale_columns: ScaleColumns | None = None,
+    packed: bool = False,
     **others: Any,
 ) -> Any:
-    """A layer's kernels, and the call that launches them, without the router's if it is told so."""
+    """A layer's kernels, and the call that launches them, without the router's if it is told so.
+    With ``packed`` its experts are MXFP4, of which none are shared."""
     from megatron_async.kernels.moe.decode import MoeDecode
 
     settings = RouterSettings(num_experts=count, top_k=2)
     shape = MoeShape(
-        hidden, inner, settings, ExpertActivation(), shared, scale_columns=scale_columns
-    )
+        hidden, inner, settings, ExpertActivation(), 0 if packed else shared,
+        scale_columns=scale_columns, is_packed=packed,
+    )  # fmt: skip
     kernels = MoeDecode(shape, torch.device(device), dtype, one_kernel=False, **others)
 
     def of(*size: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -52,6 +55,12 @@ def experts(
         numbers = of(*rows_of, length, dtype=torch.float8_e4m3fn)
         scale = of(*rows_of, length // columns, dtype=torch.float32)
         weights = weights._replace(**{name: numbers, f"{name}_scale": scale})
+    for name in ("w1", "w2") if packed else ():
+        *rows_of, length = getattr(weights, name).shape
+        numbers, scale = (of(*rows_of, length // size, dtype=torch.uint8) for size in (2, 32))
+        weights = weights._replace(**{name: numbers, f"{name}_scale": scale})
+    if packed:
+        weights = weights._replace(shared_w1=None, shared_w2=None)
     x, wide = of(rows, hidden), torch.float32
     statistics = of(rows, hidden // kernels.statistic_rows(rows), 2, dtype=wide)
 

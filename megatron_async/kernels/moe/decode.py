@@ -20,6 +20,7 @@ from megatron_async.kernels import trial
 from megatron_async.kernels.fitting import launch_fitting
 from megatron_async.kernels.moe import row
 from megatron_async.kernels.moe.experts_triton import down_kernel, up_kernel
+from megatron_async.kernels.moe.mxfp4 import PACKED, unpack
 from megatron_async.kernels.moe.reference import (
     Routing,
     activate,
@@ -110,7 +111,7 @@ class MoeDecode:
         return self._fixed or choose_tiles(
             shape.hidden, shape.inner, padded_rows(rows), self._sm_count,
             element_size=self._dtype.itemsize, limit=self._limit,
-            weight_size=None if shape.scale_columns is None else 1, scale_steps=shape.scale_steps,
+            weight_size=shape.weight_size, scale_steps=shape.scale_steps,
         )  # fmt: skip
 
     def _router_tile(self, rows: int) -> RouterTile:
@@ -251,7 +252,7 @@ class MoeDecode:
         def launch(tile: Tile) -> None:
             blocks = triton.cdiv(shape.inner, tile.block_n // (2 if activation.gated else 1))
             up_kernel[(blocks * shape.most_experts(rows),)](
-                self._normed, weights.w1, _or(weights.b1, weights.w1),
+                self._normed, self._words(weights.w1), _or(weights.b1, weights.w1),
                 _or(weights.shared_w1, weights.w1), self._experts, self._bits, self._weight_of,
                 self.count, self._activated, _or(weights.w1_scale, self.weights),
                 _or(weights.shared_w1_scale, self.weights),
@@ -261,7 +262,7 @@ class MoeDecode:
                 FUNCTION=activation.function, LIMIT=activation.limit, OFFSET=activation.offset,
                 HAS_BIAS=weights.b1 is not None, SWAP=tile.swap, NUM_STAGES=tile.stages,
                 E4M3=columns is not None, COLUMNS=columns.w1 if columns else 0,
-                SHARED_COLUMNS=columns.shared_w1 if columns else 0,
+                SHARED_COLUMNS=columns.shared_w1 if columns else 0, MXFP4=shape.is_packed,
                 **self._common(), num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
 
@@ -281,7 +282,7 @@ class MoeDecode:
 
         def launch(tile: Tile) -> None:
             down_kernel[(triton.cdiv(shape.hidden, tile.block_n) * tile.splits,)](
-                self._activated, weights.w2, _or(weights.b2, weights.w2),
+                self._activated, self._words(weights.w2), _or(weights.b2, weights.w2),
                 _or(weights.shared_w2, weights.w2), self._experts, self._bits, self.count, self.ids,
                 self.weights, self._partial, self._arrivals[1:], _or(residual, out), out,
                 _or(statistics_out, self.weights), next_weight, scaled_out, rows,
@@ -293,11 +294,15 @@ class MoeDecode:
                 STATISTICS=statistics_out is not None,
                 CENTER=scaled is None, SWAP=tile.swap, NUM_STAGES=tile.stages, **self._common(),
                 E4M3=columns is not None, COLUMNS=columns.w2 if columns else 0,
-                SHARED_COLUMNS=columns.shared_w2 if columns else 0,
+                SHARED_COLUMNS=columns.shared_w2 if columns else 0, MXFP4=shape.is_packed,
                 num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
 
         launch_fitting("experts, second layers", self.tiles(rows).down, smaller, launch)
+
+    def _words(self, weight: Tensor) -> Tensor:
+        """The weight as the kernels read it: MXFP4 by words."""
+        return weight.view(torch.int32) if self.shape.is_packed else weight
 
     def _common(self) -> dict[str, object]:
         pdl = uses_pdl(self._device)
@@ -361,6 +366,9 @@ def moe_decode_reference(
 def _widened(weights: MoeWeights) -> MoeWeights:
     norm_weight, norm_bias = weights.norm
     norm = norm_weight.float(), None if norm_bias is None else norm_bias.float()
+    if weights.w1.dtype == PACKED and weights.w1_scale is not None and weights.w2_scale is not None:
+        w1, w2 = unpack(weights.w1, weights.w1_scale), unpack(weights.w2, weights.w2_scale)
+        weights = weights._replace(w1=w1, w2=w2, w1_scale=None, w2_scale=None)
     wide = {
         name: None if part is None else part.float()
         for name, part in weights._asdict().items()

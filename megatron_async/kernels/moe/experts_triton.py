@@ -10,7 +10,8 @@ accumulators, in their order. Programs may share the inner dimension; the last t
 they have, in order. So results are the same in every run, and a row's do not depend on the others.
 
 Weights may be e4m3. They are widened in registers, which rounds nothing, and the sum over columns
-that share a scale is multiplied by it, in fp32.
+that share a scale is multiplied by it, in fp32. Or MXFP4, eight numbers in a word of 32 bits: these
+are widened with their scales, which rounds nothing either (``mxfp4_triton.py``).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,6 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megatron_async.kernels.moe.mxfp4_triton import MISSING, mxfp4_factors, widen_mxfp4
 from megatron_async.kernels.pdl import pdl_enter
 
 
@@ -116,7 +118,7 @@ def up_kernel(
     BLOCKS: tl.constexpr, GATED: tl.constexpr, FUNCTION: tl.constexpr, LIMIT: tl.constexpr,
     OFFSET: tl.constexpr, HAS_BIAS: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr, NUM_STAGES: tl.constexpr, E4M3: tl.constexpr, COLUMNS: tl.constexpr,
-    SHARED_COLUMNS: tl.constexpr,
+    SHARED_COLUMNS: tl.constexpr, MXFP4: tl.constexpr = False,
 ):  # fmt: skip
     """Activated first linear layer of each needed expert, times the routing weight.
 
@@ -137,7 +139,9 @@ def up_kernel(
 
     n = tl.arange(0, BLOCK_N)
     PARTS: tl.constexpr = 2 if GATED else 1
-    base = w_ptr + expert.to(tl.int64) * (PARTS * INNER * HIDDEN)
+    PACK: tl.constexpr = 8 if MXFP4 else 1  # numbers of what is loaded at once
+    WIDTH: tl.constexpr = HIDDEN // PACK
+    base = w_ptr + expert.to(tl.int64) * (PARTS * INNER * WIDTH)
     half: tl.constexpr = INNER
     first_row = n % PARTS * half
     if SHARED:  # one linear layer over all shared experts
@@ -148,7 +152,8 @@ def up_kernel(
     i = block * (BLOCK_N // PARTS) + n // PARTS
     in_weight = i < INNER
     k = tl.arange(0, BLOCK_K)
-    w_ptrs = base + (first_row + i)[:, None] * HIDDEN + k[None, :]
+    of_k = tl.arange(0, BLOCK_K // PACK)
+    w_ptrs = base + (first_row + i)[:, None] * WIDTH + of_k[None, :]
     x_ptrs = x_ptr + t[:, None] * HIDDEN + k[None, :]
     total = tl.zeros([BLOCK_N, ROWS] if SWAP else [ROWS, BLOCK_N], tl.float32)
     OF_GROUPS: tl.constexpr = COLUMNS < HIDDEN or (SHARED > 0 and SHARED_COLUMNS < HIDDEN)
@@ -157,14 +162,27 @@ def up_kernel(
             scale_ptr, shared_scale_ptr, expert, first_row + i, in_weight, 0, HIDDEN,
             PARTS * INNER, INNER, EXPERTS, SHARED, COLUMNS, SHARED_COLUMNS,
         )  # fmt: skip
+    if MXFP4:
+        tl.static_assert(SHARED == 0)
+        row = expert.to(tl.int64) * (PARTS * INNER) + first_row + i
+        factor = mxfp4_factors(scale_ptr, row, in_weight, of_k, WIDTH)
     for start in tl.range(0, HIDDEN, BLOCK_K, num_stages=NUM_STAGES):
         if HIDDEN % BLOCK_K == 0 and INNER % (BLOCK_N // PARTS) == 0:
             x = tl.load(x_ptrs + start, mask=has_row[:, None], other=0.0)
-            w = tl.load(w_ptrs + start)
+            w = tl.load(w_ptrs + start // PACK)
         else:
             in_k = start + k < HIDDEN
             x = tl.load(x_ptrs + start, mask=has_row[:, None] & in_k[None, :], other=0.0)
-            w = tl.load(w_ptrs + start, mask=in_weight[:, None] & in_k[None, :], other=0.0)
+            in_row = start // PACK + of_k < WIDTH
+            w = tl.load(
+                w_ptrs + start // PACK, mask=in_weight[:, None] & in_row[None, :], other=0.0
+            )
+        if MXFP4:
+            w = widen_mxfp4(w, factor, BLOCK_N, BLOCK_K)
+            # One step ahead, as the next product needs it.
+            factor = mxfp4_factors(
+                scale_ptr, row, in_weight, (start + BLOCK_K) // PACK + of_k, WIDTH
+            )
         if E4M3 and OF_GROUPS:
             total = _multiply_e4m3(x, w, scale, total, SWAP, PRECISION)
             # One step ahead, as the next product needs it.
@@ -179,6 +197,8 @@ def up_kernel(
         total = tl.trans(total)
     if E4M3 and not OF_GROUPS:
         total *= scale[None, :]
+    if MXFP4:
+        total *= MISSING
     if HAS_BIAS:
         of_expert = bias_ptr + expert * (PARTS * INNER) + first_row + i
         total += tl.load(of_expert, mask=in_weight & (expert < EXPERTS), other=0.0).to(tl.float32)[
@@ -213,7 +233,7 @@ def down_kernel(
     SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     STATISTICS: tl.constexpr, CENTER: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr, NUM_STAGES: tl.constexpr, E4M3: tl.constexpr, COLUMNS: tl.constexpr,
-    SHARED_COLUMNS: tl.constexpr,
+    SHARED_COLUMNS: tl.constexpr, MXFP4: tl.constexpr = False,
 ):  # fmt: skip
     """Second linear layer of each needed expert, added up over the experts of each row and to the
     residual stream, whose partial statistics it emits.
@@ -224,12 +244,15 @@ def down_kernel(
     # Steps of BLOCK_K that a split has of each expert; all have as many, the last may be empty.
     STEPS: tl.constexpr = (INNER + BLOCK_K * SPLITS - 1) // (BLOCK_K * SPLITS)
     EVEN: tl.constexpr = INNER % (BLOCK_K * SPLITS) == 0
+    PACK: tl.constexpr = 8 if MXFP4 else 1  # numbers of what is loaded at once
+    WIDTH: tl.constexpr = INNER // PACK
     pdl_enter(PDL)
     count = tl.load(count_ptr)
     last = tl.maximum(count - 1, 0)
     t = tl.arange(0, ROWS)
     n = tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
+    of_k = tl.arange(0, BLOCK_K // PACK)
     column = block * BLOCK_N + n
     # One step ahead of the loads that need them.
     expert = tl.load(experts_ptr)
@@ -240,17 +263,24 @@ def down_kernel(
             scale_ptr, shared_scale_ptr, expert, column, column < HIDDEN, split * STEPS * BLOCK_K,
             HIDDEN, INNER, EXPERTS, SHARED, COLUMNS, SHARED_COLUMNS,
         )  # fmt: skip
+    if MXFP4:
+        tl.static_assert(SHARED == 0)
+        factor = mxfp4_factors(
+            scale_ptr, expert.to(tl.int64) * HIDDEN + column, column < HIDDEN,
+            split * STEPS * (BLOCK_K // PACK) + of_k, WIDTH,
+        )  # fmt: skip
     for step in tl.range(0, count * STEPS, num_stages=NUM_STAGES):
-        inside = (split * STEPS + step % STEPS) * BLOCK_K + k
+        first = (split * STEPS + step % STEPS) * BLOCK_K
+        inside, of_row = first + k, first // PACK + of_k
         if SHARED:
             is_shared = expert >= EXPERTS
             routed = w_ptr + expert.to(tl.int64) * (HIDDEN * INNER)
             base = tl.where(is_shared, shared_ptr + (expert - EXPERTS) * INNER, routed)
             stride = tl.where(is_shared, SHARED * INNER, INNER)
         else:
-            base = w_ptr + expert.to(tl.int64) * (HIDDEN * INNER)
-            stride = INNER
-        w_ptrs = base + column[:, None] * stride + inside[None, :]
+            base = w_ptr + expert.to(tl.int64) * (HIDDEN * WIDTH)
+            stride = WIDTH
+        w_ptrs = base + column[:, None] * stride + of_row[None, :]
         has_row = _has_row(bits, t)
         x_ptrs = x_ptr + (step // STEPS * ROWS + t)[:, None] * INNER + inside[None, :]
         if EVEN:
@@ -259,11 +289,14 @@ def down_kernel(
         else:
             in_k = inside < INNER
             x = tl.load(x_ptrs, mask=has_row[:, None] & in_k[None, :], other=0.0)
-            w = tl.load(w_ptrs, mask=in_k[None, :] & (column < HIDDEN)[:, None], other=0.0)
+            in_row = of_row < WIDTH
+            w = tl.load(w_ptrs, mask=in_row[None, :] & (column < HIDDEN)[:, None], other=0.0)
+        if MXFP4:
+            w = widen_mxfp4(w, factor, BLOCK_N, BLOCK_K)
         if E4M3:
             total = _multiply_e4m3(x, w, scale, total, SWAP, PRECISION)
         else:
-            total = _multiply(x, w, total, SWAP, PRECISION)
+            total = _multiply(x, w.to(x.dtype), total, SWAP, PRECISION)
         next_number = tl.minimum((step + 1) // STEPS, last)
         expert = tl.load(experts_ptr + next_number)
         bits = tl.load(bits_ptr + next_number)
@@ -273,8 +306,15 @@ def down_kernel(
                 (split * STEPS + (step + 1) % STEPS) * BLOCK_K, HIDDEN, INNER, EXPERTS, SHARED,
                 COLUMNS, SHARED_COLUMNS,
             )  # fmt: skip
+        if MXFP4:
+            factor = mxfp4_factors(
+                scale_ptr, expert.to(tl.int64) * HIDDEN + column, column < HIDDEN,
+                (split * STEPS + (step + 1) % STEPS) * (BLOCK_K // PACK) + of_k, WIDTH,
+            )  # fmt: skip
     if SWAP:
         total = tl.trans(total)
+    if MXFP4:
+        total *= MISSING
 
     in_rows = t < rows
     mask = in_rows[:, None] & (column < HIDDEN)[None, :]

@@ -109,6 +109,8 @@ def why_not(
     settings = shape.settings
     if dtype != torch.bfloat16:
         return f"{dtype} is not covered"
+    if shape.is_packed:
+        return "MXFP4 weights are not covered"
     if not 1 <= rows <= MOST_ROWS:
         return f"{rows} rows are not from 1 to {MOST_ROWS}"
     if rows > 1 and rows * settings.top_k > settings.num_experts // 2:

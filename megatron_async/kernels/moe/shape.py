@@ -32,6 +32,7 @@ class MoeShape:
         expert_begin, expert_end: the experts that there are weights of, of all that the router
             chooses from; None for the last one. What rows have of others counts as zero.
         scale_columns: of e4m3 weights; None for weights of the dtype of the rows.
+        is_packed: the weights of experts are MXFP4, see ``mxfp4.py``.
     """
 
     hidden: int
@@ -43,12 +44,20 @@ class MoeShape:
     expert_begin: int = 0
     expert_end: int | None = None
     scale_columns: ScaleColumns | None = None
+    is_packed: bool = False
 
     @property
     def held(self) -> int:
         """Experts that there are weights of."""
         end = self.settings.num_experts if self.expert_end is None else self.expert_end
         return end - self.expert_begin
+
+    @property
+    def weight_size(self) -> float | None:
+        """Bytes of an element of weights that are widened; None for those that are not."""
+        if self.is_packed:
+            return 0.5
+        return None if self.scale_columns is None else 1
 
     @property
     def slots(self) -> int:
@@ -82,7 +91,8 @@ class MoeWeights(NamedTuple):
     """Parameters of a layer, contiguous and of one dtype but for ``expert_bias``, which is fp32.
 
     The weights of experts and of shared ones may all be e4m3. Then each has scales, fp32 and of its
-    shape but for the columns, of which as many share one as :class:`ScaleColumns` says.
+    shape but for the columns, of which as many share one as :class:`ScaleColumns` says. Those of
+    experts may be MXFP4, with its scales.
 
     ``norm`` is weight ``[H]`` and bias ``[H]`` or None; the others are those of
     ``reference.py``. ``shared_w1`` is ``[2 S, H]`` or ``[S, H]``, ``shared_w2`` ``[H, S]`` with

@@ -71,25 +71,29 @@ def padded_rows(rows: int) -> int:
 
 
 def shared_bytes(
-    tile: Tile, rows: int, element_size: int, limit: int, weight_size: int | None = None
+    tile: Tile, rows: int, element_size: int, limit: int, weight_size: float | None = None
 ) -> int:
     """What a program takes of shared memory at most on a device with such a limit, for padded
     ``rows``: its buffers, or its sums where they change hands at the end.
 
     Args:
-        weight_size: bytes of an element of weights that are widened; None for those that are not.
+        weight_size: bytes of an element of weights that are widened; None for those that are not,
+            half a byte for MXFP4.
             An asynchronous product has them in registers if they come first, else in a buffer.
     """
     of_rows = rows * tile.block_k * element_size
-    of_weight = tile.block_n * tile.block_k * (weight_size or element_size)
+    of_weight = int(tile.block_n * tile.block_k * (weight_size or element_size))
+    widened, is_packed = tile.block_n * tile.block_k * element_size, (weight_size or 1) < 1
     buffers, first = loop_buffers(tile.stages), tile.block_n if tile.swap else rows
     taken = buffers * (of_rows + of_weight)
     if first >= 64 and element_size == 2 and has_async_products(limit) and tile.stages > 1:
         taken += of_rows
-        if weight_size is None:
+        if weight_size is None or (is_packed and tile.swap):
             taken += of_weight
         elif not tile.swap:
-            taken += tile.block_n * tile.block_k * element_size
+            taken += widened
+    elif is_packed:  # numbers of a word go to other threads
+        taken += widened
     return max(taken, 4 * rows * (tile.block_n + 4))
 
 
@@ -146,7 +150,7 @@ def choose_tiles(
     *,
     element_size: int = 2,
     limit: int = HOPPER_BYTES,
-    weight_size: int | None = None,
+    weight_size: float | None = None,
     scale_steps: tuple[int, int] = (0, 0),
 ) -> MoeTiles:
     """Tiles for weights of ``hidden`` by ``inner``, and padded ``rows``.
@@ -199,8 +203,8 @@ def _divides(block_k: int, step: int) -> int:
 
 
 def _stages(
-    block_n: int, block_k: int, rows: int, an_sm: int, sm_bytes: int, weight_size: int
+    block_n: int, block_k: int, rows: int, an_sm: int, sm_bytes: int, weight_size: float
 ) -> int:
     """Return the stages with ``an_sm`` programs on an SM: one more than it has buffers."""
-    stage = (block_n * weight_size + rows * 2) * block_k
+    stage = int((block_n * weight_size + rows * 2) * block_k)
     return max(3, min((sm_bytes // an_sm - _RESERVED_BYTES) // stage + 1, _MOST_STAGES))

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_async.kernels import trial
 from megatron_async.kernels.gemm.skinny_gemm import statistics_of
 from megatron_async.kernels.gemm.tile_config import LAYER_NORM, RMS_NORM
+from megatron_async.kernels.moe.mxfp4 import pack, unpack
 from megatron_async.kernels.moe.reference import NO_EXPERT, Routing, activate, route
 from megatron_async.kernels.moe.settings import ExpertActivation, RouterSettings
 from megatron_async.kernels.moe.shape import Live, MoeShape, MoeWeights, ScaleColumns
@@ -68,6 +69,12 @@ def in_e4m3(weights: MoeWeights, columns: ScaleColumns) -> MoeWeights:
     return weights._replace(**made)
 
 
+def in_mxfp4(weights: MoeWeights) -> MoeWeights:
+    """The same in MXFP4."""
+    (w1, w1_scale), (w2, w2_scale) = pack(weights.w1), pack(weights.w2)
+    return weights._replace(w1=w1, w2=w2, w1_scale=w1_scale, w2_scale=w2_scale)
+
+
 class Case:
     """A layer with drawn weights, and rows in front of it."""
 
@@ -83,8 +90,9 @@ class Case:
         gate: bool = False,
         tiles: MoeTiles | None = None,
         scale_columns: ScaleColumns | None = None,
+        packed: bool = False,
     ) -> None:
-        shape = replace(shape, scale_columns=scale_columns)
+        shape = replace(shape, scale_columns=scale_columns, is_packed=packed)
         self.shape, self.rows, self.one_launch = shape, rows, False
         self._generator = torch.Generator(device).manual_seed(rows)
         self._device, self._dtype = device, dtype
@@ -107,6 +115,8 @@ class Case:
         )
         if scale_columns is not None:
             self.weights = in_e4m3(self.weights, scale_columns)
+        if packed:
+            self.weights = in_mxfp4(self.weights)
         self.hidden, self.next_weight = drawn(rows, hidden) * 2, drawn(hidden)
         dead = torch.arange(rows) % 5 == 3
         self.live = Live(torch.where(dead, 3, 40 + torch.arange(rows)).to(device), 4)
@@ -195,7 +205,10 @@ def experts_in_float64(case: Case, routing: Routing) -> Tensor:
     x = x.to(case.hidden.dtype).double()
 
     def of(name: str, n: Any = slice(None)) -> Tensor:
-        weight, scale = getattr(weights, name)[n].double(), getattr(weights, f"{name}_scale")
+        weight, scale = getattr(weights, name)[n], getattr(weights, f"{name}_scale")
+        if shape.is_packed:
+            return unpack(weight, scale[n]).double()
+        weight = weight.double()
         if scale is None:
             return weight
         columns = weight.shape[-1] // scale.shape[-1]

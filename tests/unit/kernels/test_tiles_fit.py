@@ -87,6 +87,15 @@ def test_a_gpu_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @on_limits
+def test_tiles_of_experts_in_mxfp4_fit(gpu: str) -> None:
+    limit = LIMITS[gpu]
+    for (hidden, inner), rows in itertools.product(set(expert_sizes()), (16, 32, 64)):
+        found = tiles.choose_tiles(hidden, inner, rows, SMS, limit=limit, weight_size=0.5)
+        for tile in (found.up, found.down):
+            assert tiles.shared_bytes(tile, rows, 2, limit, 0.5) <= limit, (hidden, inner, tile)
+
+
+@on_limits
 def test_tiles_of_experts_in_e4m3_fit_and_have_one_scale_a_step(gpu: str) -> None:
     limit = LIMITS[gpu]
     for (hidden, inner), steps, rows in itertools.product(
@@ -352,6 +361,19 @@ def test_the_compiler_gives_what_the_bound_of_experts_in_e4m3_says() -> None:
         taken, chosen = {each.name: each.shared for each in found}, kernels.tiles(rows)
         for name, tile in (("up_kernel", chosen.up), ("down_kernel", chosen.down)):
             assert taken[name] == tiles.shared_bytes(tile, rows, 2, HOPPER_BYTES, 1), (name, rows)
+
+
+@compiles
+def test_the_compiler_gives_what_the_bound_of_experts_in_mxfp4_says() -> None:
+    """For each kind of product."""
+    for rows in (16, 64):
+        with compiling_for(HOPPER) as found:
+            kernels, launch = launches.experts(256, 64, rows, torch.bfloat16, packed=True)
+            launch(routes=False)
+        taken, chosen = {each.name: each.shared for each in found}, kernels.tiles(rows)
+        for name, tile in (("up_kernel", chosen.up), ("down_kernel", chosen.down)):
+            bound = tiles.shared_bytes(tile, rows, 2, HOPPER_BYTES, 0.5)
+            assert taken[name] == bound <= HOPPER_BYTES, (name, rows)
 
 
 @compiles

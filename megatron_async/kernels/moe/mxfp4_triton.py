@@ -1,0 +1,87 @@
+"""MXFP4 weights in Triton kernels: as factors of products, and multiplied out.
+
+A word of 32 bits has eight neighbours of a row, the first in its lowest four bits. Moved together
+they become pairs of bfloat16, the exponent of which lacks its bias: they are ``2 ** 126`` times too
+small. What they are multiplied by makes up for it, and has the scale of their 32 neighbours in it.
+That would be too large where scales are above 2, so products are ``2 ** 32`` times too small until
+they have been added up. All of it is exact for scales from ``2 ** -93`` to ``2 ** 33``. Larger ones
+become infinite, as does one that is not a number.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MISSING = tl.constexpr(float(2**32))
+"""What sums of products with :func:`widen_mxfp4` are to be multiplied by."""
+_OUT_BLOCK, _WARPS = 512, 4
+"""Words of a program, and its warps."""
+
+
+@triton.jit
+def mxfp4_factors(scale_ptr, row, in_weight, word, WIDTH: tl.constexpr):
+    """bfloat16 ``[rows, words]``: what the numbers of each word are multiplied by.
+
+    Args:
+        row, in_weight: int64 and bool ``[rows]``, rows of the weight, and whether they are there.
+        word: int32 ``[words]``, words of a row, which has ``WIDTH``.
+    """
+    mask = in_weight[:, None] & (word < WIDTH)[None, :]
+    ptrs = scale_ptr + row[:, None] * (WIDTH // 4) + (word // 4)[None, :]  # four share one
+    scale = tl.load(ptrs, mask=mask, other=0).to(tl.int32)
+    bits = tl.minimum(scale + (126 - 32), 255) << 7
+    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _pair(words, factor, SHIFT: tl.constexpr):
+    """The numbers ``SHIFT / 4`` and ``SHIFT / 4 + 4`` of each word, times its factor."""
+    moved = words >> SHIFT
+    both = ((moved & 0x00070007) << 6) | ((moved & 0x00080008) << 12)
+    low = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    high = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return tl.join(low * factor, high * factor)
+
+
+@triton.jit
+def widen_mxfp4(words, factor, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """bfloat16 ``[ROWS, COLUMNS]``: the numbers of int32 ``words [ROWS, COLUMNS / 8]``, each times
+    the ``factor`` of its word."""
+    # The places of a word's numbers are 4 a + 2 b + c; a pair has both a.
+    even = tl.join(_pair(words, factor, 0), _pair(words, factor, 8))
+    odd = tl.join(_pair(words, factor, 4), _pair(words, factor, 12))
+    return tl.reshape(tl.join(even, odd), [ROWS, COLUMNS])
+
+
+@triton.jit
+def _multiply_out_kernel(words_ptr, scale_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = word < count
+    words = tl.load(words_ptr + word, mask=mask, other=0)
+    scale = tl.load(scale_ptr + word // 4, mask=mask, other=0).to(tl.int32)
+    # 2 ** -127 is subnormal; 255 is not a number.
+    bits = tl.where(scale == 0, 0x400000, tl.where(scale == 255, 0x7FC00000, scale << 23))
+    power = bits.to(tl.float32, bitcast=True)
+    for place in tl.static_range(8):
+        number = words >> (4 * place)
+        size = number & 7
+        value = tl.where(size < 2, size * 0.5, (1 + (size & 1) * 0.5) * (1 << (size >> 1)) * 0.5)
+        value = tl.where(number & 8 > 0, -value, value) * power
+        tl.store(out_ptr + word * 8 + place, value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def multiply_out(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """:func:`~.mxfp4.unpack` in ``dtype``, rounded to it once, of contiguous numbers."""
+    *lead, half = packed.shape
+    out = torch.empty(*lead, 2 * half, dtype=dtype, device=packed.device)
+    words = packed.view(torch.int32)
+    if out.numel():
+        _multiply_out_kernel[(triton.cdiv(words.numel(), _OUT_BLOCK),)](
+            words, scale, out, words.numel(), BLOCK=_OUT_BLOCK, num_warps=_WARPS
+        )
+    return out

@@ -1,0 +1,149 @@
+"""Kernels of a decode step's experts with MXFP4 weights, and engines whose experts have such."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_async.kernels.moe import row
+from megatron_async.kernels.moe.mxfp4 import NOT_A_NUMBER, pack, unpack
+from megatron_async.kernels.moe.shape import MoeShape
+from megatron_async.kernels.moe.tiles import MoeTiles, Tile
+from tests.support.cuda_kernels import LIMIT
+from tests.support.interpreter import HAS_TRITON, compiled, on_devices
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not built for this platform")
+
+if HAS_TRITON:
+    from megatron_async.kernels.moe import mxfp4_triton
+    from tests.unit.kernels.test_moe_kernels import (
+        GPT_OSS,
+        LARGE,
+        SWIGLU,
+        Case,
+        settings,
+        tiles,
+    )
+
+    # Tiles that divide rows and not, rows of three scales, splits with a step less, both orders.
+    CASES: Any = (
+        (
+            MoeShape(96, 64, settings(4, 1), SWIGLU),
+            3,
+            {"tiles": tiles((64, 32), (32, 16, 2))},
+        ),
+        (
+            MoeShape(96, 96, settings(3, 2), GPT_OSS),
+            17,
+            {"tiles": tiles((64, 64), (32, 64, 2), swap=True), "bias": True},
+        ),
+    )
+else:
+    CASES = ()
+
+
+@on_devices
+@pytest.mark.parametrize(("shape", "rows", "options"), CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_small_layers(
+    device: str, dtype: torch.dtype, shape: Any, rows: int, options: dict[str, Any]
+) -> None:
+    case = Case(shape, rows, device, dtype, packed=True, **options)
+    if dtype is torch.float32:
+        case.check()
+    assert case.of_experts() < (1e-6 if dtype is torch.float32 else 2 * LIMIT)
+
+
+@on_devices
+def test_products_are_those_of_the_weights_in_bfloat16(device: str) -> None:
+    """Bit for bit: nothing is rounded on the way, from the smallest to the largest scale."""
+    shape, given = MoeShape(64, 64, settings(3, 1), SWIGLU), tiles((64, 64), (32, 32, 1))
+    packed = Case(shape, 3, device, torch.bfloat16, packed=True, tiles=given)
+    plain = Case(shape, 3, device, torch.bfloat16, tiles=given)
+    weights = packed.weights
+    assert weights.w1_scale is not None and weights.w2_scale is not None
+    weights.w1.copy_(torch.arange(weights.w1.numel()).view_as(weights.w1) % 256)
+    weights.w1_scale[:, ::3] = 127 - 93
+    weights.w2_scale[0, 5], weights.w2_scale[1, 7] = 127 + 33, 127 + 1
+    wide = {
+        "w1": unpack(weights.w1, weights.w1_scale).bfloat16(),
+        "w2": unpack(weights.w2, weights.w2_scale).bfloat16(),
+    }
+    plain.weights = weights._replace(**wide, w1_scale=None, w2_scale=None)
+    for found, meant in zip(packed.run(), plain.run(), strict=True):
+        assert torch.equal(found, meant)
+
+
+@on_devices
+@pytest.mark.parametrize("scale", [127 + 34, NOT_A_NUMBER])
+def test_a_scale_that_is_too_large_is_no_number(device: str, scale: int) -> None:
+    case = Case(MoeShape(32, 32, settings(1, 1), SWIGLU), 1, device, torch.bfloat16, packed=True)
+    assert case.weights.w2_scale is not None
+    assert case.run()[0].isfinite().all()
+    case.weights.w2_scale[0, 3] = scale
+    out = case.run()[0]
+    assert not out[:, 3].isfinite().any() and out[:, :3].isfinite().all()
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_are_multiplied_out_as_the_reference_does(device: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(4)
+    packed = torch.randint(0, 256, (3, 5, 48), dtype=torch.uint8, device=device)
+    packed[0, 0, :16] = torch.arange(16) * 17
+    scale = torch.randint(3, 254, (3, 5, 3), dtype=torch.uint8, device=device)
+    scale[1, 1, 1], scale[2, 2, 2] = 254, NOT_A_NUMBER
+    if dtype is torch.float32:  # Triton's interpreter has no subnormals in bfloat16
+        scale[0, 0, 0] = 0
+    found = mxfp4_triton.multiply_out(packed, scale, dtype)
+    torch.testing.assert_close(
+        found, unpack(packed, scale).to(dtype), rtol=0, atol=0, equal_nan=True
+    )
+
+
+def test_values_are_packed_as_the_specification_says() -> None:
+    """OCP MX 1.0, 6.3: the scale is that of the largest value; ties go to the even number, and what
+    is too large to the largest."""
+    halfway = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
+    given = [*halfway, 7.99, *(-x for x in halfway), 0.26, 0.24]
+    meant = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0]
+    meant += [*(-x for x in meant[:7]), 0.5, 0.0]
+    for power in (-120, -3, 0, 100):
+        row = torch.tensor([given + [0.0] * 15]) * 2.0**power
+        packed, scale = pack(row)
+        assert scale.tolist() == [[127 + power]]
+        assert unpack(packed, scale)[0, : len(given)].tolist() == [x * 2.0**power for x in meant]
+    torch.manual_seed(5)
+    packed = torch.randint(0, 256, (7, 64), dtype=torch.uint8)
+    values = unpack(packed, torch.randint(1, 253, (7, 4), dtype=torch.uint8))
+    assert torch.equal(unpack(*pack(values)), values)
+    assert pack(torch.zeros(1, 32))[0].sum() == 0
+
+
+def test_the_kernel_of_few_rows_does_not_take_them() -> None:
+    shape = MoeShape(64, 64, settings(8, 2), SWIGLU, is_packed=True)
+    refused = row.why_not(shape, 1, torch.bfloat16, 132)
+    assert refused == "MXFP4 weights are not covered"
+
+
+@pytest.mark.parametrize("rows", [1, 7, 32, 33, 64])
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=compiled)])
+def test_large_layers(device: str, name: str, rows: int) -> None:
+    case = Case(
+        LARGE[name], rows, device, torch.bfloat16, bias=name == "gpt-oss", packed=True
+    )  # fmt: skip
+    case.check()
+    assert case.of_experts() < 2 * LIMIT
+    first, second = case.run(), case.run()
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=compiled)])
+def test_swapped_operands_on_tensor_cores(device: str) -> None:
+    swapped = MoeTiles(Tile(64, 64, 3, swap=True), Tile(64, 64, 4, splits=4, swap=True))
+    case = Case(LARGE["gpt-oss"], 40, device, torch.bfloat16, tiles=swapped, bias=True, packed=True)
+    case.check()
+    assert case.of_experts() < 2 * LIMIT
