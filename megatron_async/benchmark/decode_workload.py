@@ -155,6 +155,7 @@ class DecodeWorkload(Workload):
             draft_model=model.draft_config,
             kv_itemsize=model.network.kv_cache_spec.stored.itemsize,
             layer_itemsize=model.layer_itemsize,
+            expert_itemsize=model.expert_itemsize,
             **model.layout_sizes,
             experts=experts,
         )

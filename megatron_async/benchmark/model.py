@@ -21,7 +21,8 @@ from megatron_async.device import resolve_device
 from megatron_async.errors import ConfigError
 from megatron_async.models.build import build_random_model
 from megatron_async.models.description.config import ModelConfig
-from megatron_async.models.description.shapes import SHAPES
+from megatron_async.models.description.memory_traffic import MXFP4_BYTES
+from megatron_async.models.description.shapes import SHAPES, kept_of_shape
 from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.models.served import ServedModel
 from megatron_async.ranks.group import RankGroup
@@ -65,10 +66,19 @@ class BenchmarkModel:
 
     @property
     def layer_itemsize(self) -> int:
-        """Bytes of most elements of its layers."""
+        """Bytes of most elements of its layers, but of packed experts."""
         from megatron_async.models.quantized import linear
 
-        return 1 if linear.quantized(self.network.model) else self.dtype.itemsize
+        layers = linear.quantized(self.network.model).values()
+        is_e4m3 = any(layer.weight.dtype == linear.E4M3 for layer in layers)
+        return 1 if is_e4m3 else self.dtype.itemsize
+
+    @property
+    def expert_itemsize(self) -> float | None:
+        """Bytes of an element of its experts' weights; None is as of its layers'."""
+        from megatron_async.models.quantized import mxfp4
+
+        return MXFP4_BYTES if mxfp4.packed_layers(self.network.model) else None
 
     @property
     def layout_sizes(self) -> dict[str, int]:
@@ -178,7 +188,7 @@ def _load(
         if dtype is None:
             dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         quantize = {
-            "quantize": args.quantization is not None,
+            **kept_of_shape(name, args.quantization),
             "quantize_activations": args.quantize_activations,
         }
         if group is not None:

@@ -61,6 +61,7 @@ class RankModel:
             dtype=message.dtype,
             seed=message.seed,
             quantize=message.quantize,
+            pack=message.pack,
             quantize_activations=message.quantize_activations,
         )
         self._given = ServedModel(network=network_over(made, EngineConfig()))

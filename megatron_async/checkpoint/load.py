@@ -21,6 +21,7 @@ from megatron_async.checkpoint.path import (
     random_shape,
     tokenizer_directory,
 )
+from megatron_async.checkpoint.quantized import PACKED_END
 from megatron_async.checkpoint.reading.files import (
     SINGLE_FILE,
     Description,
@@ -156,6 +157,11 @@ class ModelFiles:
 
         return weights_of(self.directory, self.config, model)
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether some weights are stored as MXFP4."""
+        return any(name.endswith(PACKED_END) for name in self.described.shapes(self.directory))
+
     def load(
         self,
         device: torch.device,
@@ -166,6 +172,7 @@ class ModelFiles:
         """Build the model and fill it; raises CheckpointError. See :func:`load_pretrained`."""
         # Importing megatron takes seconds: not before all that can fail without it has passed.
         from megatron_async.models.build import build_model
+        from megatron_async.models.description.memory_traffic import MXFP4_BYTES
 
         config = self.config
         if quantization is not None and self.described.distributed is not None:
@@ -173,18 +180,22 @@ class ModelFiles:
                 f"{self.directory}: quantization does not read distributed checkpoints; save the "
                 "model as safetensors (megatron_async.checkpoint.save_native) and serve that"
             )
+        is_packed = quantization is not None and self.is_packed
+        if quantization == "mxfp4" and not is_packed:
+            raise CheckpointError(
+                f"{self.directory}: quantization='mxfp4' keeps weights that are stored as MXFP4, "
+                "and none are; leave it out, or give 'fp8'"
+            )
         model = build_model(
             config,
             device=device,
             dtype=dtype,
             initialize=False,
             may_be_quantized=quantization is not None,
+            expert_itemsize=MXFP4_BYTES if is_packed else None,
         )
         if quantization is not None:
-            from megatron_async.checkpoint.quantized.kept import keep_as_stored
-
-            self.check_headers(model)
-            keep_as_stored(model, self.weights_of(model))
+            self._decide(model, quantization)
         if quantize_activations:
             self._quantize_activations(model)
         if self.described.distributed is not None:
@@ -198,6 +209,19 @@ class ModelFiles:
 
             huggingface_weights.load_weights(self.directory, config, model)
         return model
+
+    def _decide(self, model: Any, quantization: str) -> None:
+        """Give the layers of ``model`` memory for what they keep."""
+        from megatron_async.checkpoint.quantized.kept import keep_as_stored
+        from megatron_async.checkpoint.quantized.packed import keep_others, keep_packed
+
+        self.check_headers(model)
+        weights = self.weights_of(model)
+        keep_packed(model, weights)
+        if quantization == "mxfp4":
+            keep_others(model)
+        else:
+            keep_as_stored(model, weights)
 
     def _quantize_activations(self, model: Any) -> None:
         """Before anything is loaded, by scales that are stored if so."""
@@ -237,7 +261,8 @@ def load_pretrained(
         tokenizer_model: a ``tokenizer.json``, or the directory of one. None takes the directory's
             own, or the one that Megatron-LM's training names, where it is there.
         quantization: "fp8" keeps linear layers and experts as e4m3: as they are stored, or of a
-            model without such weights quantized while they are read. None multiplies them out.
+            model without such weights quantized while they are read; and experts that are stored
+            as MXFP4 as they are. "mxfp4" keeps these alone. None multiplies all out.
         quantize_activations: linear layers that keep e4m3 quantize their inputs too, by scales that
             are stored for activations if the directory has such, else by token.
 
@@ -258,14 +283,14 @@ def load_pretrained(
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ConfigError(f"dtype={shown(dtype)} must be a torch.dtype")
     if quantization is not None and quantization not in QUANTIZATIONS:
-        raise ConfigError(f"quantization={shown(quantization)} must be 'fp8' or None")
-    if quantize_activations and quantization is None:
+        raise ConfigError(f"quantization={shown(quantization)} must be 'fp8', 'mxfp4' or None")
+    if quantize_activations and quantization != "fp8":
         raise ConfigError(NEEDS_QUANTIZATION)
     device = parse_device(device)
     shape = random_shape(path)
     if shape is not None:
         made_up = load_tokenizer(path, tokenizer_model)
-        quantize = quantization is not None, quantize_activations
+        quantize = quantization, quantize_activations
         return _random(str(path), shape, device, dtype, made_up, *quantize)
     files = ModelFiles.at(path)
     directory, description = files.directory, files.described.model
@@ -284,7 +309,12 @@ def load_pretrained(
             description.config.vocab_size, None if tokenizer is None else tokenizer.vocab_size
         )
     if not allow_non_finite_weights:
-        check_finite(str(path), ((n, p, p.dtype) for n, p in model.named_parameters()))
+        checked = ((n, p, p.dtype) for n, p in model.named_parameters())
+        check_finite(str(path), checked)
+        if quantization is not None:
+            from megatron_async.models.quantized.mxfp4 import scales_of
+
+            check_finite(str(path), scales_of(model))
     return Pretrained(
         model=model.eval().requires_grad_(False),
         config=description.config,
@@ -300,10 +330,11 @@ def _random(
     device: torch.device,
     dtype: torch.dtype | None,
     tokenizer: Tokenizer,
-    quantize: bool,
+    quantization: str | None,
     quantize_activations: bool,
 ) -> Pretrained:
     from megatron_async.models.build import build_random_model
+    from megatron_async.models.description.shapes import kept_of_shape
 
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -312,8 +343,8 @@ def _random(
             config,
             device=device,
             dtype=dtype,
-            quantize=quantize,
             quantize_activations=quantize_activations,
+            **kept_of_shape(name, quantization),
         ),
         config=config,
         tokenizer=tokenizer,

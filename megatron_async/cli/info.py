@@ -10,7 +10,7 @@ import os
 import platform
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_async.config.engine_config import QUANTIZATIONS
+from megatron_async.config.engine_config import KV_CACHE_DTYPES, QUANTIZATIONS
 from megatron_async.version import __version__
 
 if TYPE_CHECKING:
@@ -59,9 +59,10 @@ def add_command(commands: Any) -> None:
     said = "also this model's features, which blocks of its decode steps are fused here, and why "
     said += "others are not"
     parser.add_argument("--model", metavar="tiny|PATH", help=said)
-    for flag in ("--quantization", "--kv-cache-dtype"):
+    kept = {"--quantization": QUANTIZATIONS, "--kv-cache-dtype": KV_CACHE_DTYPES}
+    for flag, choices in kept.items():
         said = "as an engine with it would have the model"
-        parser.add_argument(flag, choices=QUANTIZATIONS, help=said)
+        parser.add_argument(flag, choices=choices, help=said)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
         said = lines(coverage["off"], coverage) or ["all blocks are fused"]
         print(f"\n{args.model}", *report["features"] or ["as Llama"], sep="\n  ")
         print(f"\ndecode steps of {args.model}", *said, sep="\n  ")
+        print(f"\nweights of {args.model}", _weights_line(report["weights"]), sep="\n  ")
         print(f"\nKV cache of {args.model}", *map(_cache_line, report["kv_cache"]), sep="\n  ")
         print(f"\nengine of {args.model} with the defaults", _engine_line(report["engine"]),
               sep="\n  ")  # fmt: skip
@@ -145,6 +147,7 @@ def _of_model(model: str, quantization: str | None, kv_cache_dtype: str | None) 
     return {
         "features": features(config),
         "decode_coverage": {"off": network.fused_decode_off, **network.decode_coverage().to_dict()},
+        "weights": _weights(network.model),
         "kv_cache": [
             {
                 "layers": each.num_layers,
@@ -157,6 +160,24 @@ def _of_model(model: str, quantization: str | None, kv_cache_dtype: str | None) 
         "engine": {name: engine[name] for name in ("sizes", "limits", "drafting", "layout")},
         "recurrent_state": _recurrent_state(network.recurrent_state_spec),
     }
+
+
+def _weights(model: Any) -> dict[str, int]:
+    """Bytes of parameters, each once, and of their scales, by how they are kept."""
+    from megatron_async.models.quantized.linear import SCALE
+    from megatron_async.models.quantized.values import is_packed
+
+    found: dict[str, int] = {}
+    for parameter in model.parameters():
+        name = "mxfp4" if is_packed(parameter) else str(parameter.dtype).removeprefix("torch.")
+        found[name] = found.get(name, 0) + parameter.nbytes
+    scales = [each.nbytes for name, each in model.named_buffers() if name.endswith(f".{SCALE}")]
+    return {**found, "scales": sum(scales)} if scales else found
+
+
+def _weights_line(weights: dict[str, int]) -> str:
+    parts = ", ".join(f"{count:,} {name}" for name, count in weights.items())
+    return f"{sum(weights.values()):,} bytes: {parts}"
 
 
 def _recurrent_state(spec: RecurrentStateSpec | None) -> dict[str, Any] | None:

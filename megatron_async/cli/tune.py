@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_async.cli.options.values import integer, several
 from megatron_async.cli.output.table import format_table
-from megatron_async.config.engine_config import QUANTIZATIONS
 from megatron_async.errors import ConfigError
 from megatron_async.kernels.gemm.tile_config import (
     ADD,
@@ -54,7 +53,7 @@ def add_command(commands: Any) -> None:
     choice.add_argument("--shape", choices=tuple(SHAPES), help="the shape of a known model")
     group.add_argument("--device", metavar="NAME", help="default: the first GPU")
     said = "fp8: GEMMs whose weights are e4m3, with a scale for each row (default: bfloat16)"
-    group.add_argument("--quantization", choices=QUANTIZATIONS, help=said)
+    group.add_argument("--quantization", choices=("fp8",), help=said)
     said = "ranks, of one of which the shapes are measured, on one GPU (default: 1)"
     name = "--tensor-model-parallel-size"
     group.add_argument(name, type=integer(1), default=1, metavar="N", help=said)

@@ -21,7 +21,8 @@ LEAST_DRAFT_COST = 0.05
 MAX_RANKS = 1024
 DEFAULT_RANK_TIMEOUT_SECONDS = 8.0
 MAX_RANK_TIMEOUT_SECONDS = 86400.0
-QUANTIZATIONS = ("fp8",)
+QUANTIZATIONS = ("fp8", "mxfp4")
+KV_CACHE_DTYPES = ("fp8",)
 NEEDS_QUANTIZATION = (
     "quantize_activations=True is for weights in e4m3; add quantization='fp8', or leave it out"
 )
@@ -173,8 +174,9 @@ class EngineConfig:
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None takes the checkpoint's on a GPU
             and float32 on a CPU.
         quantization: "fp8" keeps the weights of linear layers and experts as e4m3, those of an FP8
-            checkpoint as they are stored, others quantized while they are read. None multiplies
-            FP8 weights out to ``dtype``.
+            checkpoint as they are stored, others quantized while they are read; experts that a
+            checkpoint has in MXFP4 stay so. "mxfp4" keeps these alone. None multiplies FP8 and
+            MXFP4 weights out to ``dtype``.
         quantize_activations: with quantization="fp8" linear layers whose weights are e4m3 multiply
             them by inputs in e4m3, which they quantize by token, by token and group of columns, or
             by scales that the checkpoint brings. Fused decode steps on a GPU do not.
@@ -310,10 +312,12 @@ class EngineConfig:
         if self.dtype is not None and not (isinstance(self.dtype, str) and self.dtype in names):
             raise ConfigError(f"dtype={shown(self.dtype)} must be float32, bfloat16 or float16")
         if self.quantization is not None and self.quantization not in QUANTIZATIONS:
-            raise ConfigError(f"quantization={shown(self.quantization)} must be 'fp8' or None")
-        if self.quantize_activations and self.quantization is None:
+            raise ConfigError(
+                f"quantization={shown(self.quantization)} must be 'fp8', 'mxfp4' or None"
+            )
+        if self.quantize_activations and self.quantization != "fp8":
             raise ConfigError(NEEDS_QUANTIZATION)
-        if self.kv_cache_dtype is not None and self.kv_cache_dtype not in QUANTIZATIONS:
+        if self.kv_cache_dtype is not None and self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise ConfigError(
                 f"kv_cache_dtype={shown(self.kv_cache_dtype)} must be 'fp8' or None, for dtype's"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from megatron_async.device.memory import weights_must_fit
 from megatron_async.megatron_compat.specs import number_mtp_layers
 from megatron_async.models import parallel
 from megatron_async.models.description.config import ModelConfig
-from megatron_async.models.description.memory_traffic import weight_bytes
+from megatron_async.models.description.memory_traffic import MXFP4_BYTES, weight_bytes
 from megatron_async.models.gpt import GPTModel
 from megatron_async.models.layers.attention import PagedAttention
 from megatron_async.models.layers.rope import RotaryTable
@@ -149,6 +150,8 @@ def build_model(
     dtype: torch.dtype,
     initialize: bool = True,
     may_be_quantized: bool = False,
+    keep_drawn: Callable[[str, Any], None] | None = None,
+    expert_itemsize: float | None = None,
 ) -> GPTModel:
     """A model in training mode, all parameters on ``device`` in ``dtype``, rotary table in fp32.
 
@@ -161,6 +164,8 @@ def build_model(
             ``torch.initial_seed()`` on a GPU); if False their values are undefined.
         may_be_quantized: linear layers have no memory for weights yet, see
             :mod:`megatron_async.models.quantized.linear`.
+        keep_drawn: what such a layer keeps, by name, once its weight is drawn.
+        expert_itemsize: the fewest bytes of an element of experts; None is as of other layers.
 
     Raises:
         ConfigError: see :func:`transformer_config`.
@@ -177,7 +182,7 @@ def build_model(
     if device.type == "cuda":
         on_device = torch.cuda.device(device)
     itemsize = 1 if may_be_quantized else dtype.itemsize
-    needed = _bytes_of_share(config, megatron_config, itemsize)
+    needed = _bytes_of_share(config, megatron_config, itemsize, expert_itemsize)
     with on_device, deferred, weights_must_fit(device, needed, dtype):
         model = GPTModel(
             config=megatron_config,
@@ -207,18 +212,23 @@ def build_model(
         attach_features(model, config)
         model.to(device=device, dtype=dtype)
         if initialize and not megatron_config.perform_initialization:
-            _initialize_on_device(model, device)
+            _initialize_on_device(model, device, keep_drawn)
     return model
 
 
-def _bytes_of_share(config: ModelConfig, megatron_config: TransformerConfig, itemsize: int) -> int:
+def _bytes_of_share(
+    config: ModelConfig,
+    megatron_config: TransformerConfig,
+    itemsize: int,
+    expert_itemsize: float | None,
+) -> int:
     """The fewest bytes that a rank's share of the weights takes: some are on each rank."""
     experts = config.num_moe_experts
     if experts is not None:
         experts //= megatron_config.expert_model_parallel_size
     parts: int = megatron_config.tensor_model_parallel_size
     parts *= megatron_config.pipeline_model_parallel_size
-    return weight_bytes(config, itemsize, experts) // parts
+    return weight_bytes(config, itemsize, experts, expert_itemsize=expert_itemsize) // parts
 
 
 def build_random_model(
@@ -228,6 +238,7 @@ def build_random_model(
     dtype: torch.dtype,
     seed: int = 0,
     quantize: bool = False,
+    pack: bool = False,
     quantize_activations: bool = False,
 ) -> GPTModel:
     """A model in evaluation mode with random weights, drawn where they stay.
@@ -237,20 +248,27 @@ def build_random_model(
 
     Args:
         quantize: linear layers keep e4m3 with a scale a row.
-        quantize_activations: and quantize their inputs, by token.
+        pack: experts keep MXFP4.
+        quantize_activations: linear layers of e4m3 quantize their inputs, by token.
 
     Raises:
-        ConfigError: the GPU does not multiply e4m3.
+        ConfigError: the model has no experts that could be packed, or the GPU does not multiply
+            e4m3.
         ModelTooLargeError: the device has less memory free than the weights take.
     """
     torch.manual_seed(seed)
-    model = build_model(config, device=device, dtype=dtype, may_be_quantized=quantize)
-    if quantize:
-        from megatron_async.models.quantized import activations, linear
+    drawn: dict[str, Any] = {}
+    if quantize or pack:
+        from megatron_async.models.quantized import activations, drawing, linear
 
-        for layer in linear.quantizable(model).values():
-            if layer.weight.dtype != linear.E4M3:
-                linear.quantize_in_place(layer)
+        keep_drawn = drawing.keeper(config, quantize=quantize, pack=pack)
+        drawn = {"may_be_quantized": True, "keep_drawn": keep_drawn}
+        drawn["expert_itemsize"] = MXFP4_BYTES if pack else None
+    model = build_model(config, device=device, dtype=dtype, **drawn)
+    if drawn:
+        for name, layer in linear.quantizable(model).items():
+            if layer.weight.dtype not in linear.KEPT:
+                keep_drawn(name, layer)
         if quantize_activations:
             activations.quantize_activations(model)
     place = parallel.current()
@@ -309,7 +327,9 @@ def attach_rotary(model: GPTModel, rotary: RotaryTable | None) -> None:
             module.attach(rotary)
 
 
-def _initialize_on_device(model: GPTModel, device: torch.device) -> None:
+def _initialize_on_device(
+    model: GPTModel, device: torch.device, keep_drawn: Callable[[str, Any], None] | None
+) -> None:
     # megatron's own GPU initialisation needs its CUDA random state tracker. Same distributions
     # here; norms are already ones and zeros. Each rank draws its own shards; the learned position
     # embedding is replicated, and drawn first while the ranks' generators agree.
@@ -342,7 +362,7 @@ def _initialize_on_device(model: GPTModel, device: torch.device) -> None:
             if name.endswith("weight") and parameter.dim() > 1 and "norm" not in name:
                 is_output = name.endswith(_OUTPUTS)
                 draw(parameter, output_std if is_output else std)
-                if name in deferred:
-                    linear.quantize_in_place(deferred[name])
+                if name in deferred and keep_drawn is not None:
+                    keep_drawn(name.removesuffix(".weight"), deferred[name])
             elif ("linear" in name or "_proj" in name) and name.endswith(".bias"):
                 parameter.zero_()

@@ -35,13 +35,14 @@ class LoadModel(Told, frozen=True):
 
 
 class BuildModel(Told, frozen=True):
-    """Make a model with random weights, of e4m3 in linear layers with ``quantize``, which quantize
-    their inputs with ``quantize_activations``."""
+    """Make a model with random weights: e4m3 in linear layers with ``quantize``, which quantize
+    their inputs with ``quantize_activations``; MXFP4 in experts with ``pack``."""
 
     model: ModelConfig
     dtype: torch.dtype
     seed: int
     quantize: bool = False
+    pack: bool = False
     quantize_activations: bool = False
     is_answered: ClassVar[bool] = True
 

@@ -182,8 +182,8 @@ def _check(model: Any) -> None:
         raise ConfigError("exact_numerics: the model has exact numerics already; close them first")
     if quantized(model):
         raise ConfigError(
-            "exact_numerics: the model keeps FP8 weights, which have no gradients: load it without "
-            "quantization"
+            "exact_numerics: the model keeps FP8 or MXFP4 weights, which have no gradients: load "
+            "it without quantization"
         )
     config = model.config
     for name in ("hidden_dropout", "attention_dropout"):

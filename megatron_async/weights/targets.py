@@ -24,6 +24,7 @@ from megatron_async.checkpoint.targets import (
 )
 from megatron_async.errors import CheckpointError
 from megatron_async.models.description.kv_cache_spec import plain_parameter
+from megatron_async.models.quantized.values import meant_shape
 from megatron_async.weights.tensor_info import TensorInfo
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ Shares = list[Target | None]
 """Where this rank's share of each tensor goes; None where it has none."""
 
 SCALES = ".weight_scale"
-"""Behind the name of a layer that keeps e4m3; they follow from its new weight."""
+"""Behind the name of a layer that keeps e4m3 or MXFP4; they follow from its new weight."""
 _NUMBERED = re.compile(r"(?<=\.experts\.local_experts\.)\d+|(?<=weight|.{2}bias)\d+$")
 """An expert's number, in the names of both of megatron-core's classes."""
 
@@ -186,14 +187,14 @@ def _own_targets(model: GPTModel, *, whole: bool) -> dict[str, Target]:
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     named = {name: each for name, each in named.items() if not name.endswith(SCALES)}
     if not whole:
-        targets = {name: Target(tensor, tuple(tensor.shape)) for name, tensor in named.items()}
+        targets = {name: Target(each, tuple(meant_shape(each))) for name, each in named.items()}
     else:
         stage, parallel = Stage.of(model), TensorParallel.current()
         gated, targets = model.config.gated_linear_unit, {}
         for name, tensor in named.items():
             groups = blocks_of(name, gated=gated)
             view = tensor.detach()
-            targets[stage.whole(name)] = parallel.target(name, view, list(view.shape), groups)
+            targets[stage.whole(name)] = parallel.target(name, view, meant_shape(view), groups)
     # The last of several pipeline stages has a copy, and by itself no embedding.
     if model.share_embeddings_and_output_weights and EMBEDDING in targets:
         targets[OUTPUT] = targets[EMBEDDING]
@@ -210,7 +211,7 @@ def _expert_targets(model: GPTModel, *, whole: bool) -> dict[str, Target]:
     for name, view in expert_views(model, parallel.expert_rank).items():
         groups = blocks_of(name, gated=gated)
         targets[stage.whole(name)] = parallel.target(
-            name, view, list(view.shape), groups, of_one_expert=True
+            name, view, meant_shape(view), groups, of_one_expert=True
         )
     return targets
 
@@ -241,8 +242,9 @@ def _check_fits(info: TensorInfo, target: Target, whose: str) -> None:
         raise CheckpointError(
             f"the new {info.name} has shape {info.shape}, the {whose}'s has {tuple(target.shape)}"
         )
-    floats = info.dtype in FLOATS and target.view.is_floating_point()
-    if not floats and (info.dtype != target.view.dtype or target.view.is_floating_point()):
+    takes_floats = target.dtype.is_floating_point
+    floats = info.dtype in FLOATS and takes_floats
+    if not floats and (info.dtype != target.view.dtype or takes_floats):
         raise CheckpointError(
             f"the new {info.name} has dtype {info.dtype}, the model's has {target.view.dtype}; "
             f"give a float of {', '.join(map(str, FLOATS))}"

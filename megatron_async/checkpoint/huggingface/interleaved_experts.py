@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.checkpoint.targets import Target
+from megatron_async.models.quantized.values import meant_shape
 
 Arrange = Callable[[Tensor], Tensor]
 
@@ -54,10 +55,10 @@ def interleaved_targets(targets: Any, theirs: str, ours: str, stored: Collection
         (f"{theirs}down_proj", f"{ours}.linear_fc2", _same, 1),
     ):
         weight = targets.parameter(f"{name}.weight")
-        share = targets.share(f"{name}.weight", weight, list(weight.shape), groups)
+        meant = meant_shape(weight)
+        share = targets.share(f"{name}.weight", weight, meant, groups)
         if f"{stored_name}_blocks" in stored:
-            rows = list(weight.shape[1:])
-            of_one = targets.share(f"{name}.weight", weight, rows, groups, of_one_expert=True)
+            of_one = targets.share(f"{name}.weight", weight, meant[1:], groups, of_one_expert=True)
             select = partial(_of_rows, arrange, of_one.select)
             first = targets.first_expert(weight)
             from megatron_async.checkpoint.quantized.mxfp4 import mxfp4_targets

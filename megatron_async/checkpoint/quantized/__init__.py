@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 FIELD = "quantization_config"
 MODELOPT_FILE = "hf_quant_config.json"
+PACKED_END = "_blocks"
+"""Of the names of numbers that are stored as MXFP4."""
+_KEPT = ("torch.float8_e4m3fn", "torch.uint8")
+"""FP8, and packed MXFP4."""
 
 Targets = TypeVar("Targets", bound="Mapping[str, Target]")
 
@@ -25,7 +29,7 @@ def is_plain(directory: Path, values: Mapping[str, Any]) -> bool:
 
 
 def kept_weights(weights: SafetensorsWeights, model: Any) -> SafetensorsWeights:
-    """``weights``, with targets for those that ``model`` keeps as e4m3."""
+    """``weights``, with targets for those that ``model`` keeps as e4m3 or as MXFP4."""
     if not _keeps_any(model):
         return weights
     from megatron_async.checkpoint.quantized.kept import with_kept_weights
@@ -34,7 +38,7 @@ def kept_weights(weights: SafetensorsWeights, model: Any) -> SafetensorsWeights:
 
 
 def kept_targets(targets: Targets, model: Any) -> Targets | dict[str, Target]:
-    """``targets``, with others for weights that ``model`` keeps as e4m3."""
+    """``targets``, with others for weights that ``model`` keeps as e4m3 or as MXFP4."""
     if not _keeps_any(model):
         return targets
     from megatron_async.checkpoint.quantized.kept import with_kept
@@ -43,13 +47,14 @@ def kept_targets(targets: Targets, model: Any) -> Targets | dict[str, Target]:
 
 
 def check_whole(path: str | Path, model: Any) -> None:
-    """Raises CheckpointError for a model that keeps e4m3: nothing that is saved has scales."""
+    """Raises CheckpointError for a model that keeps e4m3 or MXFP4: nothing that is saved has
+    scales."""
     if _keeps_any(model):
         raise CheckpointError(
-            f"{path}: a model that keeps FP8 weights is not saved; load it without quantization, "
-            "which multiplies them out, and save that"
+            f"{path}: a model that keeps FP8 or MXFP4 weights is not saved; load it without "
+            "quantization, which multiplies them out, and save that"
         )
 
 
 def _keeps_any(model: Any) -> bool:
-    return any(str(parameter.dtype) == "torch.float8_e4m3fn" for parameter in model.parameters())
+    return any(str(parameter.dtype) in _KEPT for parameter in model.parameters())

@@ -16,10 +16,17 @@ import torch
 from torch import Tensor
 
 from megatron_async.checkpoint.quantized.fp8 import Fp8Target
+from megatron_async.checkpoint.quantized.packed import kept_target
 from megatron_async.checkpoint.reading.files import SafetensorsWeights
 from megatron_async.checkpoint.targets import Target
 from megatron_async.models.quantized.linear import keep, quantizable, quantized
-from megatron_async.models.quantized.values import E4M3, columns_of, quantize, scales_at
+from megatron_async.models.quantized.values import (
+    E4M3,
+    columns_of,
+    is_packed,
+    quantize,
+    scales_at,
+)
 
 Names = TypeVar("Names", bound=Mapping[str, Target])
 
@@ -132,6 +139,8 @@ def keep_as_stored(model: Any, weights: SafetensorsWeights) -> None:
         of_storage.setdefault(_storage(target.view), []).append(target)
     stored = any(isinstance(target, Fp8Target) for target in targets)
     for layer in quantizable(model).values():
+        if not layer.weight.is_meta:  # it keeps MXFP4, see ``packed.py``
+            continue
         found = of_storage.get(_storage(layer.weight), [])
         groups = _groups(layer.weight.shape[-1], found)
         if groups is None and not stored and _are_rows(layer.weight, found):
@@ -140,17 +149,20 @@ def keep_as_stored(model: Any, weights: SafetensorsWeights) -> None:
 
 
 def with_kept(targets: Names, model: Any) -> Names | dict[str, Target]:
-    """``targets``, with others for weights that ``model`` keeps as e4m3."""
+    """``targets``, with others for weights that ``model`` keeps as e4m3 or as MXFP4."""
     layers = quantized(model)
     if not layers:
         return targets
     found = dict(targets)
     spans = [(layer.weight.data_ptr(), name) for name, layer in layers.items()]
     for name, target in targets.items():
-        if target.view.dtype != E4M3:
+        if target.view.dtype != E4M3 and not is_packed(target.view):
             continue
         at = target.view.data_ptr()
         layer = layers[max(span for span in spans if span[0] <= at)[1]]
+        if is_packed(target.view):
+            found[name] = kept_target(target, layer)
+            continue
         scales = scales_at(target.view, layer.weight, layer.weight_scale)
         assert scales is not None, f"{name}: parts of rows were to be kept"
         found[name] = _kept(target, scales)

@@ -1,6 +1,7 @@
 """MXFP4 weights (OCP Microscaling Formats 1.0), unpacked when they are read.
 
-32 neighbours of a row share a power of two; each is one of 16 numbers, of 4 bits.
+32 neighbours of a row share a power of two; each is one of 16 numbers, of 4 bits
+(``kernels/moe/mxfp4.py``).
 """
 
 from __future__ import annotations
@@ -14,29 +15,10 @@ from torch import Tensor
 
 from megatron_async.checkpoint.targets import Target
 from megatron_async.errors import CheckpointError
+from megatron_async.kernels.moe.mxfp4 import BLOCK, unpack
 
 Kind = Literal["blocks", "scales"]
 Arrange = Callable[[Tensor], Tensor]
-
-BLOCK = 32
-_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_EXPONENT_BIAS = 127
-_NOT_A_NUMBER = 255
-
-
-def unpack(blocks: Tensor, scales: Tensor) -> Tensor:
-    """fp32 ``[..., 32 * n]``, exact.
-
-    Args:
-        blocks: uint8 ``[..., n, 16]``; the lower four bits of a byte come first.
-        scales: uint8 ``[..., n]``, exponents of two plus 127; 255 is not a number.
-    """
-    numbers = torch.tensor(_NUMBERS, device=blocks.device)
-    numbers = torch.cat((numbers, -numbers))
-    pairs = torch.stack((blocks & 15, blocks >> 4), dim=-1)
-    values = numbers[pairs.flatten(-2).int()]
-    unpacked = torch.ldexp(values, scales.int()[..., None] - _EXPONENT_BIAS)
-    return unpacked.masked_fill_((scales == _NOT_A_NUMBER)[..., None], torch.nan).flatten(-2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +49,8 @@ class Mxfp4Target(Target):
             with torch.no_grad():
                 blocks, scales = self.waiting["blocks"], self.waiting["scales"]
                 for expert, view in enumerate(self.view, self.first):
-                    view.copy_(self.select(unpack(blocks[expert], scales[expert])))
+                    rows = unpack(blocks[expert].flatten(-2), scales[expert])
+                    view.copy_(self.select(rows))
             self.waiting.clear()
 
 

@@ -26,13 +26,16 @@ def check_finite(where: str, tensors: Iterable[tuple[str, torch.Tensor, torch.dt
 
     Args:
         where: what the message begins with.
-        tensors: name, tensor, and the dtype that it is to be served in. Integers are left out.
+        tensors: name, tensor, and the dtype that it is to be served in. Integers are left out, but
+            for bytes that are e8m0.
 
     Raises:
         CheckpointError: some are not; it names the first of them, and counts its bad elements.
     """
     of_device: dict[torch.device, list[_Checked]] = {}
     for name, tensor, dtype in tensors:
+        if dtype == torch.float8_e8m0fnu and tensor.dtype == torch.uint8:
+            tensor = tensor.view(dtype)
         if tensor.is_floating_point() and tensor.numel():
             one = _Checked(name, tensor.detach(), dtype)
             of_device.setdefault(tensor.device, []).append(one)
@@ -73,6 +76,9 @@ def _mark_by_extremes(one: _Checked, mark: torch.Tensor) -> None:
     another dtype keeps their order."""
     if one.tensor.dtype == torch.float8_e4m3fn:  # has no infinity, and a NaN of each sign
         mark.copy_(((one.tensor.view(torch.uint8) & 0x7F) == 0x7F).any())
+        return
+    if one.tensor.dtype == torch.float8_e8m0fnu:  # has one NaN, and nothing else
+        mark.copy_((one.tensor.view(torch.uint8) == 0xFF).any())
         return
     extremes = torch.stack(torch.aminmax(one.tensor)).to(one.dtype)
     mark.copy_(extremes.isfinite().logical_not().any())

@@ -15,6 +15,7 @@ from megatron_async.config.engine_config import (
     DEFAULT_ASYNC_DEPTH,
     DEFAULT_RANK_TIMEOUT_SECONDS,
     GUIDED_ROWS,
+    KV_CACHE_DTYPES,
     LEAST_DRAFT_COST,
     MAX_COUNT,
     MAX_DEPTH,
@@ -81,7 +82,8 @@ def name_options(message: str) -> str:
 
 _QUANTIZATION = (
     "fp8 keeps linear layers as e4m3: as an FP8 checkpoint has them, or of another one quantized "
-    "while it is read (default: FP8 is multiplied out)"
+    "while it is read; mxfp4 keeps the experts of an MXFP4 checkpoint alone, as fp8 does beside "
+    "(default: both are multiplied out)"
 )
 _QUANTIZE_ACTIVATIONS = (
     "with --quantization fp8: linear layers multiply e4m3 by e4m3, but in fused decode steps "
@@ -110,7 +112,7 @@ def add_model_options(parser: argparse.ArgumentParser, default: str | None = "ti
     add("--quantization", choices=QUANTIZATIONS, help=_QUANTIZATION)
     switch: dict[str, Any] = {"action": "store_true", "default": None if default is None else False}
     add("--quantize-activations", help=_QUANTIZE_ACTIVATIONS, **switch)
-    add("--kv-cache-dtype", choices=QUANTIZATIONS, help=_KV_CACHE_DTYPE)
+    add("--kv-cache-dtype", choices=KV_CACHE_DTYPES, help=_KV_CACHE_DTYPE)
     for flag, name in (("--bf16", "bfloat16"), ("--fp16", "float16")):
         add(flag, dest="dtype", action="store_const", const=name, help=f"as --dtype {name}")
 
@@ -127,7 +129,7 @@ def add_benchmark_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", choices=DTYPES, help=which)
     group.add_argument("--quantization", choices=QUANTIZATIONS, help=_QUANTIZATION)
     group.add_argument("--quantize-activations", action="store_true", help=_QUANTIZE_ACTIVATIONS)
-    group.add_argument("--kv-cache-dtype", choices=QUANTIZATIONS, help=_KV_CACHE_DTYPE)
+    group.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, help=_KV_CACHE_DTYPE)
 
 
 def add_scheduling_options(parser: argparse.ArgumentParser, *, default: str) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.mamba.sizes import ATTENTION, EXPERTS, MAMBA
 
+MXFP4_BYTES = 0.5 + 1 / 32
+"""Of an element in MXFP4, its share of a scale included."""
+
 
 def weight_bytes(
     config: ModelConfig,
     itemsize: int,
     experts: float | None = None,
     layer_itemsize: int | None = None,
+    expert_itemsize: float | None = None,
 ) -> int:
     """Bytes of weights that one decode step reads, without drafts.
 
@@ -22,10 +26,16 @@ def weight_bytes(
         experts: how many of each layer's the step's tokens have chosen; None is all.
         layer_itemsize: bytes of an element of the decoder's layers, the few of norms and routers
             among them; None is ``itemsize``.
+        expert_itemsize: of the weights of experts that are not shared, their scales included; None
+            is as of others of a layer.
     """
     layers = sum(_layer_elements(config, layer, experts) for layer in range(config.num_layers))
     rest = _norm_elements(config) + config.vocab_size * config.hidden_size
-    return round((layer_itemsize or itemsize) * layers + itemsize * rest)
+    of_layers = layer_itemsize or itemsize
+    read = of_layers * layers + itemsize * rest
+    if expert_itemsize is not None:
+        read += (expert_itemsize - of_layers) * _expert_elements(config, experts)
+    return round(read)
 
 
 def mtp_weight_bytes(
@@ -132,6 +142,16 @@ def _expert_layer_elements(config: ModelConfig, experts: float | None) -> float:
     return found
 
 
+def _expert_elements(config: ModelConfig, experts: float | None) -> float:
+    """Count the elements of weights of ``experts`` experts, which are not shared, in all layers."""
+    count, ffn = config.num_moe_experts, config.moe_ffn_hidden_size
+    if count is None or ffn is None:
+        return 0
+    layers = sum(config.has_experts(layer) for layer in range(config.num_layers))
+    expert = _mlp_elements(config, config.moe_latent_size or config.hidden_size, ffn, bias=False)
+    return layers * (count if experts is None else experts) * expert
+
+
 def kv_bytes(
     config: ModelConfig, itemsize: int, batch_size: int, tokens: float, layers: int | None = None
 ) -> float:
@@ -170,6 +190,7 @@ def floor_ms(
     state_itemsize: int = 4,
     kv_itemsize: int | None = None,
     layer_itemsize: int | None = None,
+    expert_itemsize: float | None = None,
     tensor: int = 1,
     expert: int = 1,
     pipeline: int = 1,
@@ -188,14 +209,16 @@ def floor_ms(
             its tokens, see :func:`expected_experts`.
         state_itemsize: bytes of an element of recurrent states.
         kv_itemsize: bytes of an element of the model's keys and values; None is ``itemsize``.
-        layer_itemsize: and of its layers, as :func:`weight_bytes` takes it.
+        layer_itemsize, expert_itemsize: and of its layers, as :func:`weight_bytes` takes them.
         tensor, expert, pipeline, micro_batches: sizes of the layout.
     """
     load = batch_size, prompt_tokens + new_tokens / 2
     if experts is None:
         experts = expected_experts(config, batch_size // micro_batches * (1 + drafts))
     # Experts alone are spread further than tensor-parallel ranks.
-    whole, of_all = (weight_bytes(config, itemsize, n, layer_itemsize) for n in (experts, 0.0))
+    whole, of_all = (
+        weight_bytes(config, itemsize, n, layer_itemsize, expert_itemsize) for n in (experts, 0.0)
+    )
     weights = (of_all / tensor + (whole - of_all) / max(tensor, expert)) / pipeline
     kept = itemsize if kv_itemsize is None else kv_itemsize
     read = weights * micro_batches + kv_bytes(config, kept, *load) / (tensor * pipeline)

@@ -195,3 +195,18 @@ SHAPES: dict[str, ModelConfig] = {
         mamba_state_dim=16,
     ),
 }
+
+
+PUBLISHED_AS_MXFP4 = ("gpt-oss-20b",)
+"""Shapes of models whose experts are published so."""
+
+
+def kept_of_shape(name: str, quantization: str | None) -> dict[str, bool]:
+    """What a model with random weights keeps, as ``build_random_model`` takes it: what the
+    published model would, for a name in :data:`SHAPES` or ``random:`` and one.
+
+    Args:
+        quantization: as ``EngineConfig`` says it.
+    """
+    packs = quantization == "mxfp4" or name.removeprefix("random:") in PUBLISHED_AS_MXFP4
+    return {"quantize": quantization == "fp8", "pack": quantization is not None and packs}

@@ -53,7 +53,8 @@ class ExpertWeights(NamedTuple):
 
 class KeptWeights(NamedTuple):
     """:class:`ExpertWeights` as they are in memory. Where the first two are e4m3 they have scales,
-    fp32 ``[experts, 2 I or I, groups]`` and ``[experts, H, groups]``."""
+    fp32 ``[experts, 2 I or I, groups]`` and ``[experts, H, groups]``; as MXFP4 they are uint8, and
+    so are their scales, see ``kernels/moe/mxfp4.py``."""
 
     w1: Tensor
     w2: Tensor
@@ -209,7 +210,7 @@ class MoELayer(MegatronModule):  # type: ignore[misc]
 
     @property
     def weights(self) -> ExpertWeights:
-        """The weights of the experts, multiplied out where e4m3 is kept."""
+        """The weights of the experts, multiplied out where e4m3 or MXFP4 is kept."""
         fc1, fc2 = self.experts.linear_fc1, self.experts.linear_fc2
         dtype, kept = self.config.params_dtype, self.kept_weights
         return ExpertWeights(weight_of(fc1, dtype), weight_of(fc2, dtype), kept.b1, kept.b2)

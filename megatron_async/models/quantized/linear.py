@@ -5,7 +5,8 @@ weights. What they keep is decided when it is known what is stored (:func:`keep`
 has ``weight`` ``[n, k]`` of that dtype and ``weight_scale`` fp32 ``[n, groups]``, see
 ``values.py``; with experts both have these in front. Its forward multiplies the weight out, or
 reads it as it is for a few hundred rows on a GPU; so do the fused blocks (``models/fused``). With
-``quantizes_input`` it multiplies e4m3 by e4m3 (``inputs.py``).
+``quantizes_input`` it multiplies e4m3 by e4m3 (``inputs.py``). Experts may keep MXFP4 instead
+(``mxfp4.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from torch.nn import Module, Parameter
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
 from megatron_async.models import parallel
 from megatron_async.models.quantized.inputs import product_of
-from megatron_async.models.quantized.values import E4M3, multiply_out, quantize
+from megatron_async.models.quantized.values import (
+    E4M3,
+    KEPT,
+    is_packed,
+    multiply_out,
+    quantize,
+)
 
 from megatron.core.tensor_parallel.layers import (  # isort: skip
     ColumnParallelLinear,
@@ -36,10 +43,14 @@ INPUT_SCALE = "input_scale"
 
 def weight_of(layer: Any, dtype: torch.dtype) -> Tensor:
     """The weight ``[n, k]``, or with experts in front, to compute with: multiplied out to ``dtype``
-    where the layer keeps e4m3."""
+    where the layer keeps e4m3 or MXFP4."""
     weight: Tensor = layer.weight
-    if weight.dtype != E4M3:
+    if weight.dtype not in KEPT:
         return weight
+    if is_packed(weight):
+        from megatron_async.models.quantized import mxfp4
+
+        return mxfp4.multiply_out(weight, layer.weight_scale, dtype)
     if weight.is_cuda and HAS_TRITON:
         from megatron_async.kernels.gemm import e4m3
 
@@ -80,8 +91,8 @@ def quantizable(model: Module) -> dict[str, Any]:
 
 
 def quantized(model: Module) -> dict[str, Any]:
-    """The layers that do, by name."""
-    return {name: m for name, m in quantizable(model).items() if m.weight.dtype == E4M3}
+    """The layers that do, or keep MXFP4, by name."""
+    return {name: m for name, m in quantizable(model).items() if m.weight.dtype in KEPT}
 
 
 def keep(layer: Any, groups: int | None) -> None:

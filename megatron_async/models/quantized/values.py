@@ -12,10 +12,27 @@ import torch
 from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
+PACKED = torch.uint8
+"""Of weights ``[..., n, k / 2]`` in MXFP4, see ``kernels/moe/mxfp4.py``."""
+KEPT = (E4M3, PACKED)
+"""Weights of these have scales."""
 LARGEST = 448.0
 """The largest number of e4m3."""
 FEWEST_COLUMNS = 32
 """That share a scale: scales of fewer would cost more than an eighth of the weights' bytes."""
+
+
+def is_packed(weight: Tensor) -> bool:
+    """Whether a parameter, or a view of one, is MXFP4: no other one is of bytes."""
+    return weight.dtype == PACKED
+
+
+def meant_shape(weight: Tensor) -> list[int]:
+    """The shape of what a parameter, or a view of one, stands for."""
+    if not is_packed(weight):
+        return list(weight.shape)
+    *lead, half = weight.shape
+    return [*lead, 2 * half]
 
 
 def columns_of(k: int, block: int) -> int | None:

@@ -109,8 +109,8 @@ def plan_for(
     _check_alike(ranks)
     if quantized(model):
         raise CheckpointError(
-            "the model keeps FP8 weights, which are quantized row by row, and shards have parts of "
-            "rows: give whole tensors"
+            "the model keeps FP8 or MXFP4 weights, which are quantized row by row, and shards have "
+            "parts of rows: give whole tensors"
         )
     served = Served.of(model)
     of_whole = [

@@ -18,7 +18,6 @@ from tests.support.child_environment import child_environment
 from tests.support.huggingface_models import random_model
 from tests.support.programs import run_program
 from tests.unit.checkpoint.test_fp8_weights import write
-from tests.unit.checkpoint.test_mxfp4 import random_packed
 
 PROGRAM = """
 import os, sys
@@ -95,18 +94,6 @@ HUGGINGFACE = ("mixtral", "qwen2_moe")
 
 FP8 = ("deepseek", "compressed-channel")
 """Scales by blocks that are no whole shares, and by rows."""
-
-
-def write_packed(path: Path) -> None:
-    """GPT-OSS with experts as MXFP4."""
-    random_model("gpt_oss").save_pretrained(path)
-    tensors = load_file(path / "model.safetensors")
-    for name in list(tensors):
-        if name.endswith(("gate_up_proj", "down_proj")):
-            experts, columns, rows = tensors.pop(name).shape
-            blocks, scales = random_packed(experts, rows, columns)
-            tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
-    save_file(tensors, path / "model.safetensors")
 
 
 def logits_of(path: Path) -> torch.Tensor:

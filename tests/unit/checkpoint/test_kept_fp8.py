@@ -292,13 +292,13 @@ def test_random_weights_and_what_is_refused(plain: Path, tmp_path: Path) -> None
         layer = layers.get(name.removesuffix(".weight"))
         if layer is not None:
             assert layer.weight.view(torch.uint8).equal(quantize(each, 1)[0].view(torch.uint8))
-    with pytest.raises(CheckpointError, match="keeps FP8 weights is not saved"):
+    with pytest.raises(CheckpointError, match="keeps FP8 or MXFP4 weights is not saved"):
         save_native(tmp_path / "saved", made, config)
-    with pytest.raises(ConfigError, match="keeps FP8 weights, which have no gradients"):
+    with pytest.raises(ConfigError, match="keeps FP8 or MXFP4 weights, which have no gradients"):
         exact_numerics(made)
-    with pytest.raises(ConfigError, match="quantization='int4' must be 'fp8' or None"):
+    with pytest.raises(ConfigError, match="quantization='int4' must be 'fp8', 'mxfp4' or None"):
         EngineConfig(quantization="int4")
-    with pytest.raises(ConfigError, match="quantization='awq' must be 'fp8' or None"):
+    with pytest.raises(ConfigError, match="quantization='awq' must be 'fp8', 'mxfp4' or None"):
         load_pretrained("tiny", quantization="awq")
 
 

@@ -17,28 +17,19 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from megatron_async.checkpoint import load_pretrained
 from megatron_async.checkpoint.huggingface.field_table import MXFP4
-from megatron_async.checkpoint.quantized.mxfp4 import unpack
 from megatron_async.errors import CheckpointError
+from megatron_async.kernels.moe.mxfp4 import unpack
 from tests.support.huggingface_models import CONFIGS, random_model
-
-QUANTIZED = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-
-
-def random_packed(*shape: int, scales: tuple[int, int] = (117, 124)) -> tuple[Tensor, Tensor]:
-    """Blocks and scales of weights ``[*shape]``."""
-    *lead, columns = shape
-    blocks = torch.randint(0, 256, (*lead, columns // 32, 16), dtype=torch.uint8)
-    return blocks, torch.randint(*scales, (*lead, columns // 32), dtype=torch.uint8)
-
+from tests.support.mxfp4_models import QUANTIZED, random_packed
 
 def test_unpacked_is_what_transformers_makes_of_it() -> None:
     torch.manual_seed(1)
     blocks, scales = random_packed(3, 4, 64, scales=(0, 250))
     blocks[0, 0, 0] = torch.arange(16, dtype=torch.uint8) * 17  # each number in both places
     theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-    assert torch.equal(unpack(blocks, scales).mT, theirs)
+    assert torch.equal(unpack(blocks.flatten(-2), scales).mT, theirs)
     scales[1, 2, 0] = 255
-    assert unpack(blocks, scales).isnan().sum() == 32
+    assert unpack(blocks.flatten(-2), scales).isnan().sum() == 32
 
 
 @pytest.fixture(scope="module")

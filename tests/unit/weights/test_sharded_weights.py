@@ -114,7 +114,9 @@ def test_a_model_that_keeps_fp8_weights_takes_whole_tensors() -> None:
     device = torch.device("cpu")
     served = build_random_model(CONFIG, device=device, dtype=torch.float32, quantize=True)
     old = state_of(served)
-    refused = pytest.raises(CheckpointError, match=r"keeps FP8 weights.*give whole tensors")
+    refused = pytest.raises(
+        CheckpointError, match=r"keeps FP8 or MXFP4 weights.*give whole tensors"
+    )
     with shared(by_tensor(state_of(model(2)))) as handles, refused:
         read_weights(served, open_sharded(handles), all_parameters=True)
     as_bytes = (each.detach().view(torch.uint8) for _, each in served.named_parameters())

@@ -26,7 +26,7 @@ from megatron_async.models.fused.blocks.rank_sums import RankSums
 from megatron_async.models.fused.blocks.residual import LAYER, Norm, Step
 from megatron_async.models.moe.adapt import AdaptedMoELayer
 from megatron_async.models.moe.layer import MoELayer, SharedExpertMLP, leaving
-from megatron_async.models.quantized.values import E4M3
+from megatron_async.models.quantized.values import E4M3, KEPT, is_packed, meant_shape
 
 from megatron.core.transformer.moe.shared_experts import (  # isort: skip
     SharedExpertMLP as MegatronSharedExpertMLP,
@@ -57,10 +57,15 @@ def experts_why_not(mlp: Any, config: Any) -> str | None:
     settings = mlp.settings
     if settings.num_experts > _MOST_EXPERTS or settings.top_k > _MOST_CHOSEN:
         return f"{settings.top_k} of {settings.num_experts} experts are not covered"
-    w2 = mlp.kept_weights.w2
-    if w2.shape[1] % _ALIGNMENT or w2.shape[2] % _ALIGNMENT:
-        return f"experts of {w2.shape[2]} x {w2.shape[1]} are not covered"
-    return _tensors_why_not(mlp) or _shared_why_not(mlp) or _scales_why_not(mlp)
+    _, hidden, inner = meant_shape(mlp.kept_weights.w2)
+    if hidden % _ALIGNMENT or inner % _ALIGNMENT:
+        return f"experts of {inner} x {hidden} are not covered"
+    return (
+        _tensors_why_not(mlp)
+        or _shared_why_not(mlp)
+        or _scales_why_not(mlp)
+        or _packed_why_not(mlp)
+    )
 
 
 def _tensors_why_not(mlp: Any) -> str | None:
@@ -68,7 +73,7 @@ def _tensors_why_not(mlp: Any) -> str | None:
     if w1.dtype != w2.dtype:
         return f"its experts have weights of {w1.dtype} and of {w2.dtype}"
     given = [mlp.router.weight, mlp.router.bias, b1, b2]
-    given += [] if w1.dtype == E4M3 else [w1, w2]
+    given += [] if w1.dtype in KEPT else [w1, w2]
     for tensor in (tensor for tensor in given if tensor is not None):
         if tensor.dtype != torch.bfloat16 or not tensor.is_contiguous() or tensor.data_ptr() % 16:
             return "its experts or its router are not contiguous bfloat16"
@@ -85,7 +90,7 @@ def _shared_why_not(mlp: Any) -> str | None:
         return None
     if type(shared) not in (SharedExpertMLP, MegatronSharedExpertMLP):
         return f"{type(shared).__name__} is not covered"
-    inner, dtype = mlp.kept_weights.w2.shape[2], mlp.kept_weights.w2.dtype
+    inner, dtype = meant_shape(mlp.kept_weights.w2)[2], mlp.kept_weights.w2.dtype
     if shared.linear_fc2.weight.shape[1] % inner:
         return f"shared experts of {shared.linear_fc2.weight.shape[1]} are no multiple of {inner}"
     if mlp.kept_weights.b1 is not None:
@@ -128,6 +133,17 @@ def _scales_why_not(mlp: Any) -> str | None:
             return f"scales {tuple(scale.shape)} of its e4m3 {name} are not covered"
         if k // groups not in (*SCALE_COLUMNS, k):
             return f"a scale for {k // groups} columns of its e4m3 {name} is not covered"
+    return None
+
+
+def _packed_why_not(mlp: Any) -> str | None:
+    """Why the kernels do not take MXFP4 weights with their scales."""
+    kept = mlp.kept_weights
+    if not is_packed(kept.w1):
+        return None
+    for name, weight, scale in (("w1", kept.w1, kept.w1_scale), ("w2", kept.w2, kept.w2_scale)):
+        if not weight.is_contiguous() or weight.data_ptr() % 16 or not scale.is_contiguous():
+            return f"its MXFP4 {name} is not contiguous, from a multiple of 16 bytes on"
     return None
 
 
@@ -251,7 +267,7 @@ class MoeBlock:
 
 
 def _shape_of(mlp: Any, norm: Norm) -> MoeShape:
-    held, hidden, inner = mlp.kept_weights.w2.shape
+    held, hidden, inner = meant_shape(mlp.kept_weights.w2)
     shared, count = mlp.shared_experts, 0
     if _has_shared_experts(mlp):
         count = shared.linear_fc2.weight.shape[1] // inner
@@ -264,6 +280,7 @@ def _shape_of(mlp: Any, norm: Norm) -> MoeShape:
         hidden, inner, mlp.settings, mlp.activation, count, center=norm.kind == LAYER_NORM,
         expert_begin=begin, expert_end=begin + held,
         scale_columns=ScaleColumns(**columns) if columns else None,
+        is_packed=is_packed(mlp.kept_weights.w2),
     )  # fmt: skip
 
 
