@@ -10,7 +10,7 @@ launches, as a step has them; ``one kernel`` is the same in one (``kernels/moe/r
 that it takes, with its own error, also as three launches. ``error`` is the largest difference from
 the reference in units of the largest value; above 2e-2 the exit status is 1. ``--sweep`` times
 other tiles too and says which won. With ``--scale-columns N`` weights are e4m3, and N columns of a
-row share a scale, or with 0 all of them.
+row share a scale, or with 0 all of them; with ``--mxfp4`` they are MXFP4.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from megatron_async.kernels.gemm.skinny_gemm import statistics_of
 from megatron_async.kernels.gemm.tile_config import RMS_NORM
 from megatron_async.kernels.moe import row
 from megatron_async.kernels.moe.decode import MoeDecode, moe_decode_reference
+from megatron_async.kernels.moe.mxfp4 import pack
 from megatron_async.kernels.moe.settings import ExpertActivation, RouterSettings
 from megatron_async.kernels.moe.shape import MoeShape, MoeWeights, ScaleColumns
 from megatron_async.kernels.moe.tiles import (
@@ -66,9 +67,11 @@ LAYERS = {1: 6, 2: 5, 4: 4, 8: 3}
 """Layers that a graph goes round, by rows; 2 for more."""
 
 
-def with_scales(shape: MoeShape, columns: int | None) -> MoeShape:
+def with_scales(shape: MoeShape, columns: int | None, *, packed: bool) -> MoeShape:
     """The shape with e4m3 weights, and a scale for ``columns`` of a row or 0 for each row; None
-    leaves it as it is."""
+    leaves it as it is, or makes it MXFP4 if ``packed``."""
+    if packed:
+        return replace(shape, is_packed=True)
     if columns is None:
         return shape
     rows = shape.hidden, shape.inner, shape.hidden, shape.shared * shape.inner
@@ -106,6 +109,9 @@ def make_layer(shape: MoeShape, rows: int, device: torch.device, sm_count: int) 
         if shape.scale_columns is not None and weight is not None:
             numbers, scale = quantize(weight, weight.shape[-1] // columns)
             weights = weights._replace(**{name: numbers, f"{name}_scale": scale})
+    if shape.is_packed:
+        (w1, w1_scale), (w2, w2_scale) = pack(weights.w1), pack(weights.w2)
+        weights = weights._replace(w1=w1, w2=w2, w1_scale=w1_scale, w2_scale=w2_scale)
     x = drawn(rows, hidden)
     kernels = MoeDecode(shape, device, sm_count=sm_count, one_kernel=False)
     return Layer(weights, x, statistics_of(x, RMS_NORM, 16), kernels)
@@ -248,12 +254,7 @@ class Bench:
     def weight_bytes(self) -> tuple[float, float]:
         """Bytes of the needed experts' weights, without scales: of the first GEMM and of the
         second."""
-        one = (
-            (2.0 if self.shape.scale_columns is None else 1.0)
-            * self.shape.hidden
-            * self.shape.inner
-            * self.experts
-        )
+        one = (self.shape.weight_size or 2.0) * self.shape.hidden * self.shape.inner * self.experts
         return one * (2 if self.shape.activation.gated else 1), one
 
     def error(self) -> float:
@@ -316,9 +317,11 @@ def main() -> int:
     parser.add_argument("--shape", default="qwen3-30b-a3b", choices=sorted(SHAPES))
     parser.add_argument("--rows", default="1,8,32,64", metavar="R,...")
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--scale-columns", type=int, metavar="N")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--scale-columns", type=int, metavar="N")
+    kinds.add_argument("--mxfp4", action="store_true")
     args = parser.parse_args()
-    shape = with_scales(SHAPES[args.shape], args.scale_columns)
+    shape = with_scales(SHAPES[args.shape], args.scale_columns, packed=args.mxfp4)
     device, wrong = torch.device("cuda", torch.cuda.current_device()), False
     sm_count = torch.cuda.get_device_properties(device).multi_processor_count
     bandwidth = copy_bandwidth(device)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.huggingface_models import random_model
 
@@ -27,9 +29,14 @@ def write_plain(path: Path) -> Path:
     return path
 
 
-def write_packed(path: Path) -> Path:
-    """The model with random experts in MXFP4."""
+def write_packed(path: Path, **changes: Any) -> Path:
+    """The model with random experts in MXFP4, or with ``changes`` of its configuration another."""
     write_plain(path)
+    if changes:
+        config = AutoConfig.from_pretrained(path)
+        for name, value in changes.items():
+            setattr(config, name, value)
+        AutoModelForCausalLM.from_config(config).save_pretrained(path)
     tensors = load_file(path / "model.safetensors")
     for name in list(tensors):
         if name.endswith(("gate_up_proj", "down_proj")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +74,13 @@ def test_layers_in_e4m3_have_a_byte_an_element() -> None:
         made = BenchmarkModel("tiny-llama", config, network, cpu, torch.bfloat16, 0.0)
         found.append(made.layer_itemsize)
     assert found == [2, 1]
+
+
+def test_packed_experts_have_a_half_and_a_share_of_a_scale() -> None:
+    config, cpu = replace(SHAPES["tiny-qwen-moe"], moe_ffn_hidden_size=32), torch.device("cpu")
+    found = []
+    for kept in ({}, {"pack": True}, {"pack": True, "quantize": True}):
+        model = build_random_model(config, device=cpu, dtype=torch.bfloat16, **kept)
+        made = BenchmarkModel("moe", config, GPTNetwork(model), cpu, torch.bfloat16, 0.0)
+        found.append((made.layer_itemsize, made.expert_itemsize))
+    assert found == [(2, None), (2, 17 / 32), (1, 17 / 32)]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 
 from megatron_async.checkpoint import load_pretrained, save_distributed, save_native
 from megatron_async.models.description.config import ModelConfig
@@ -16,11 +15,12 @@ from megatron_async.models.description.latent_config import LatentAttention
 from megatron_async.weights.parallel_layouts import relay
 from tests.support.child_environment import child_environment
 from tests.support.huggingface_models import random_model
+from tests.support.mxfp4_models import write_packed
 from tests.support.programs import run_program
 from tests.unit.checkpoint.test_fp8_weights import write
 
 PROGRAM = """
-import os, sys
+import logging, os, sys
 from pathlib import Path
 import torch
 from megatron_async.checkpoint import load_pretrained, save_distributed, save_native
@@ -30,6 +30,9 @@ from megatron_async.models import parallel
 from megatron_async.models.parallel import ModelParallel
 from megatron_async.ranks.layout import Layout
 
+said = []
+log = logging.getLogger("megatron_async.checkpoint.quantized.packed")
+log.addFilter(lambda record: said.append(record.getMessage()))
 # Forked from a process of one thread, so that the modules are imported once.
 other = os.fork()
 rank, root = int(other == 0), Path(sys.argv[1])
@@ -39,7 +42,13 @@ compat.ensure_parallel_state(tensor=2)
 parallel.set_current(ModelParallel(Layout(tensor=2), rank))
 ids = torch.arange(20)[None]
 for name in sys.argv[2:]:
-    loaded = load_pretrained(root / name)
+    loaded = load_pretrained(root / name, quantization="mxfp4" if name == "kept" else None)
+    if name == "packed":
+        assert not said
+        found = load_pretrained(root / name, quantization="mxfp4").model.named_parameters()
+        meant = dict(loaded.model.named_parameters())
+        assert all(each.equal(meant[name]) for name, each in found)
+        assert len(said) == 1 and "experts of 2 layers are multiplied out" in said[0], said
     if name.endswith("distributed"):
         save_distributed(root / f"{name}_by_two", loaded.model, loaded.config)
     if name == "distributed":
@@ -129,7 +138,8 @@ def save_all_formats(root: Path) -> None:
     save_distributed(root / "distributed", ours, CONFIG)
     for name in HUGGINGFACE:
         random_model(name).save_pretrained(root / name)
-    write_packed(root / "packed")
+    write_packed(root / "packed")  # whose columns do not divide, 48 for each rank
+    write_packed(root / "kept", intermediate_size=64)
     for kind in FP8:
         write(root / kind, root / "huggingface", kind)
     for name, config in NATIVE.items():
@@ -143,7 +153,7 @@ def save_all_formats(root: Path) -> None:
 
 def test_two_ranks_give_the_logits_of_one(tmp_path: Path) -> None:
     save_all_formats(tmp_path)
-    names = ["huggingface", "native", "distributed", "packed", *HUGGINGFACE, *FP8]
+    names = ["huggingface", "native", "distributed", "packed", "kept", *HUGGINGFACE, *FP8]
     names += [f"{name}{end}" for name in NATIVE for end in ("", "_distributed")]
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
@@ -169,7 +179,8 @@ def test_two_ranks_give_the_logits_of_one(tmp_path: Path) -> None:
 
 def check_layouts(root: Path, name: str) -> None:
     """What two ranks have loaded are the shards of what one has, and together all of it."""
-    model = load_pretrained(root / name).model
+    model = load_pretrained(root / name, quantization="mxfp4" if name == "kept" else None).model
+    assert any(each.dtype == torch.uint8 for each in model.parameters()) == (name == "kept")
     whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
     shards = [
         torch.load(root / f"{name}.{rank}.weights.pt", weights_only=True) for rank in range(2)

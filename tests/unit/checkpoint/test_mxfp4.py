@@ -22,6 +22,7 @@ from megatron_async.kernels.moe.mxfp4 import unpack
 from tests.support.huggingface_models import CONFIGS, random_model
 from tests.support.mxfp4_models import QUANTIZED, random_packed
 
+
 def test_unpacked_is_what_transformers_makes_of_it() -> None:
     torch.manual_seed(1)
     blocks, scales = random_packed(3, 4, 64, scales=(0, 250))

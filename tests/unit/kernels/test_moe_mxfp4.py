@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_async import DynamicInferenceEngine, EngineConfig
+from megatron_async.checkpoint import load_pretrained
 from megatron_async.kernels.moe import row
 from megatron_async.kernels.moe.mxfp4 import NOT_A_NUMBER, pack, unpack
 from megatron_async.kernels.moe.shape import MoeShape
 from megatron_async.kernels.moe.tiles import MoeTiles, Tile
+from megatron_async.models.fused.blocks.moe_block import experts_why_not
+from megatron_async.models.fused.report import MLP
+from megatron_async.models.moe import layer as moe_layer
 from tests.support.cuda_kernels import LIMIT
-from tests.support.interpreter import HAS_TRITON, compiled, on_devices
+from tests.support.interpreter import HAS_TRITON, compiled, interpreted, on_devices
+from tests.support.mxfp4_models import write_packed
+from tests.support.sweeps import some
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not built for this platform")
 
 if HAS_TRITON:
     from megatron_async.kernels.moe import mxfp4_triton
+    from tests.unit.kernels.test_moe_e4m3 import tokens_of
     from tests.unit.kernels.test_moe_kernels import (
         GPT_OSS,
         LARGE,
         SWIGLU,
         Case,
+        experts_alone,
         settings,
         tiles,
     )
@@ -45,15 +56,16 @@ else:
 
 
 @on_devices
-@pytest.mark.parametrize(("shape", "rows", "options"), CASES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_small_layers(
-    device: str, dtype: torch.dtype, shape: Any, rows: int, options: dict[str, Any]
-) -> None:
-    case = Case(shape, rows, device, dtype, packed=True, **options)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    some(list(itertools.product(range(len(CASES)), (torch.float32, torch.bfloat16))), 2),
+)
+def test_small_layers(device: str, case: int, dtype: torch.dtype) -> None:
+    shape, rows, options = CASES[case]
+    layer = Case(shape, rows, device, dtype, packed=True, **options)
     if dtype is torch.float32:
-        case.check()
-    assert case.of_experts() < (1e-6 if dtype is torch.float32 else 2 * LIMIT)
+        layer.check()
+    assert layer.of_experts() < (1e-6 if dtype is torch.float32 else 2 * LIMIT)
 
 
 @on_devices
@@ -147,3 +159,58 @@ def test_swapped_operands_on_tensor_cores(device: str) -> None:
     case = Case(LARGE["gpt-oss"], 40, device, torch.bfloat16, tiles=swapped, bias=True, packed=True)
     case.check()
     assert case.of_experts() < 2 * LIMIT
+
+
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=compiled)],
+)
+def test_an_engine_decodes_with_experts_in_mxfp4_at_all_depths(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPT-OSS, with biases and clamps. Without a GPU the other blocks run their modules."""
+    path = write_packed(
+        tmp_path / "model", intermediate_size=32, num_hidden_layers=1,
+        layer_types=["full_attention"],
+    )  # fmt: skip
+    if device == "cpu":
+        experts_alone(monkeypatch)
+    multiplied: list[Any] = []
+    weight_of = moe_layer.weight_of
+    monkeypatch.setattr(
+        moe_layer, "weight_of", lambda *given: [multiplied.append(given), weight_of(*given)][1]
+    )
+    found = []
+    for depth in (0, 1, 2):
+        asked = EngineConfig(
+            device=device, dtype="bfloat16", quantization="mxfp4", depth=depth, max_requests=3,
+            block_size_tokens=16, block_count=12, max_sequence_length=32, num_cuda_graphs=1,
+        )  # fmt: skip
+        multiplied.clear()
+        with DynamicInferenceEngine.from_pretrained(path, asked) as engine:
+            covered = engine.model.network.decode_coverage()
+            assert covered.fused(MLP) == (1,)
+            found.append(tokens_of(engine))
+        if device == "cpu":  # a captured step calls nothing
+            assert len(multiplied) == 2, "the prompts' step alone multiplies out, both weights"
+    assert found[0] == found[1] == found[2]
+    assert len({token for tokens in found[0] for token in tokens}) > 1
+
+
+def test_weights_that_the_kernels_do_not_take_say_why(tmp_path: Path) -> None:
+    model = load_pretrained(
+        write_packed(tmp_path), quantization="mxfp4", dtype=torch.bfloat16
+    ).model
+    mlp = model.decoder.layers[0].mlp
+    fc1 = mlp.experts.linear_fc1
+    assert experts_why_not(mlp, model.config) is None
+    weight, scale = fc1.weight, fc1.weight_scale
+    fc1.weight_scale = scale.mT.contiguous().mT
+    assert "its MXFP4 w1 is not contiguous" in str(experts_why_not(mlp, model.config))
+    fc1.weight_scale = scale
+    shifted = torch.empty(weight.numel() + 1, dtype=weight.dtype)[1:].view_as(weight)
+    fc1.weight = torch.nn.Parameter(shifted, requires_grad=False)
+    assert "from a multiple of 16 bytes on" in str(experts_why_not(mlp, model.config))
+    wide = torch.nn.Parameter(mlp.weights.w2, requires_grad=False)
+    fc1.weight, mlp.experts.linear_fc2.weight = weight, wide
+    assert "torch.uint8 and of torch.bfloat16" in str(experts_why_not(mlp, model.config))
