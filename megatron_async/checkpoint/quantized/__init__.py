@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 FIELD = "quantization_config"
 MODELOPT_FILE = "hf_quant_config.json"
 PACKED_END = "_blocks"
-"""Of the names of numbers that are stored as MXFP4."""
+"""How the names of numbers end that are stored as MXFP4."""
 _KEPT = ("torch.float8_e4m3fn", "torch.uint8")
 """FP8, and packed MXFP4."""
 

@@ -13,12 +13,12 @@ from torch import Tensor
 BLOCK = 32
 PACKED = torch.uint8
 NOT_A_NUMBER = 255
-"""Of scales."""
+"""A scale that stands for none."""
 _NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _HALFWAY = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 """Between one of the numbers and the next."""
 _LARGEST_EXPONENT = 2
-"""Of the largest number, 6."""
+"""The largest number is 6."""
 _BIAS = 127
 
 

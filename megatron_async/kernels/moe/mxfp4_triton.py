@@ -59,6 +59,20 @@ def widen_mxfp4(words, factor, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def _value(number, power):
+    """fp32: the number in the lowest four bits, times its scale."""
+    size = number & 7
+    value = tl.where(size < 2, size * 0.5, (1 + (size & 1) * 0.5) * (1 << (size >> 1)) * 0.5)
+    return tl.where(number & 8 > 0, -value, value) * power
+
+
+@triton.jit
+def _values(words, power, SHIFT: tl.constexpr):
+    """As :func:`_pair`, fp32 and times the whole scale."""
+    return tl.join(_value(words >> SHIFT, power), _value(words >> (SHIFT + 16), power))
+
+
+@triton.jit
 def _multiply_out_kernel(words_ptr, scale_ptr, out_ptr, count, BLOCK: tl.constexpr):
     word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = word < count
@@ -67,12 +81,12 @@ def _multiply_out_kernel(words_ptr, scale_ptr, out_ptr, count, BLOCK: tl.constex
     # 2 ** -127 is subnormal; 255 is not a number.
     bits = tl.where(scale == 0, 0x400000, tl.where(scale == 255, 0x7FC00000, scale << 23))
     power = bits.to(tl.float32, bitcast=True)
-    for place in tl.static_range(8):
-        number = words >> (4 * place)
-        size = number & 7
-        value = tl.where(size < 2, size * 0.5, (1 + (size & 1) * 0.5) * (1 << (size >> 1)) * 0.5)
-        value = tl.where(number & 8 > 0, -value, value) * power
-        tl.store(out_ptr + word * 8 + place, value.to(out_ptr.dtype.element_ty), mask=mask)
+    even = tl.join(_values(words, power, 0), _values(words, power, 8))
+    odd = tl.join(_values(words, power, 4), _values(words, power, 12))
+    values = tl.reshape(tl.join(even, odd), [BLOCK * 8]).to(out_ptr.dtype.element_ty)
+    place = tl.arange(0, BLOCK * 8)
+    first = tl.program_id(0).to(tl.int64) * BLOCK * 8
+    tl.store(out_ptr + first + place, values, mask=first + place < count * 8)
 
 
 def multiply_out(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

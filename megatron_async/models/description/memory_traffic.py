@@ -6,7 +6,7 @@ from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.mamba.sizes import ATTENTION, EXPERTS, MAMBA
 
 MXFP4_BYTES = 0.5 + 1 / 32
-"""Of an element in MXFP4, its share of a scale included."""
+"""What an element takes in MXFP4, its share of a scale included."""
 
 
 def weight_bytes(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 PACKED = torch.uint8
-"""Of weights ``[..., n, k / 2]`` in MXFP4, see ``kernels/moe/mxfp4.py``."""
+"""The dtype of weights ``[..., n, k / 2]`` in MXFP4, see ``kernels/moe/mxfp4.py``."""
 KEPT = (E4M3, PACKED)
 """Weights of these have scales."""
 LARGEST = 448.0

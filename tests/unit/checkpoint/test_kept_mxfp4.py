@@ -3,6 +3,7 @@ what is given."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_async.checkpoint import load_pretrained, save_native
 from megatron_async.checkpoint.huggingface.interleaved_experts import apart
+from megatron_async.cli.main import main
 from megatron_async.errors import CheckpointError, ConfigError
 from megatron_async.kernels.moe.mxfp4 import NOT_A_NUMBER, pack, unpack
 from megatron_async.models.build import build_random_model
@@ -68,6 +70,20 @@ def test_no_second_copy_of_experts_is_made(packed: Path) -> None:
     layers = packed_layers(served).values()
     assert sum(each.weight.nbytes + each.weight_scale.nbytes for each in layers) == experts
     assert sum(each.weight.untyped_storage().nbytes() for each in layers) == experts * 16 // 17
+
+
+def test_info_counts_the_bytes_that_are_there(
+    packed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layers = packed_layers(kept(packed)).values()
+    command = ["info", "--model", str(packed), "--quantization", "mxfp4"]
+    assert main([*command, "--json"]) == 0
+    weights = json.loads(capsys.readouterr().out)["weights"]
+    assert weights.keys() == {"mxfp4", "float32", "scales"}
+    assert weights["mxfp4"] == sum(layer.weight.nbytes for layer in layers)
+    assert weights["scales"] == sum(layer.weight_scale.nbytes for layer in layers)
+    assert main(command) == 0
+    assert f"{sum(weights.values()):,} bytes: " in capsys.readouterr().out
 
 
 def test_fp8_keeps_other_layers_in_e4m3_beside(packed: Path) -> None:
