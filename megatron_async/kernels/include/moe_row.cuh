@@ -3,16 +3,29 @@
 #define WARPS (THREADS / 32)
 #define VECTORS (H / 8)  // of a row, of 16 bytes
 #define OWN_VECTORS ((VECTORS + THREADS - 1) / THREADS)
-#if W8
+#if W8 || W4
 typedef unsigned char Weight;
-typedef const float* Scales;
+#if W4
+typedef unsigned char Scale;
+#define IN_VECTOR 32  // numbers
+#define IN_WEIGHT 2
+#else
+typedef float Scale;
+#define IN_VECTOR 16
+#endif
+typedef const Scale* Scales;
 #define SCALING , Scales w1_scale, Scales shared_w1_scale, Scales w2_scale, Scales shared_w2_scale
-#define IN_VECTOR 16  // weights
 #else
 typedef u16 Weight;
 #define SCALING
 #define IN_VECTOR 8
 #endif
+#ifndef IN_WEIGHT
+#define IN_WEIGHT 1
+#endif
+#define UP_WIDTH (H / IN_WEIGHT)  // of a row, as it lies
+#define DOWN_WIDTH (INNER / IN_WEIGHT)
+#define VECTOR_WIDTH (IN_VECTOR / IN_WEIGHT)
 #define UP_VECTORS (H / IN_VECTOR)  // of a row of an expert's first weight
 #define INNER_VECTORS (INNER / IN_VECTOR)
 #define SLOTS (TOP_K + SHARED)  // experts of a row
@@ -57,11 +70,11 @@ static_assert(LOADS % (1 + GATED) == 0, "loads of a step");
 
 extern "C" __device__ const int shared_bytes = SHARED_BYTES > MIN_SHARED ? SHARED_BYTES : MIN_SHARED;
 
-// What a thread loads in a step: vectors of weights, of e4m3 each with its scale.
-#if W8
+// What a thread loads in a step: vectors of weights, of e4m3 and MXFP4 each with its scale.
+#if W8 || W4
 struct Loaded {
   Vec v[LOADS];
-  float scale[LOADS];
+  Scale scale[LOADS];
   __device__ __forceinline__ Vec& operator[](int u) { return v[u]; }
   __device__ __forceinline__ const Vec& operator[](int u) const { return v[u]; }
 };

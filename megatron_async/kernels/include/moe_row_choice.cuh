@@ -119,8 +119,8 @@ __device__ __forceinline__ void choose(int row, int place, int mine, const float
         before += keys[k] + (k < j || (k == j && lane < owner) ? 1 : 0) > key;
       before = __reduce_add_sync(~0u, before);
       if (lane == 0 && before < TOP_K)
-        slots()[place * SLOTS + before] = Slot{w1 + (size_t)expert * (1 + GATED) * INNER * H,
-                                               w2 + (size_t)expert * H * INNER, 0.f, expert};
+        slots()[place * SLOTS + before] = Slot{w1 + (size_t)expert * (1 + GATED) * INNER * UP_WIDTH,
+                                               w2 + (size_t)expert * H * DOWN_WIDTH, 0.f, expert};
     }
 }
 __device__ __forceinline__ void add_shared_experts(int place, const Weight* w1, const Weight* w2) {

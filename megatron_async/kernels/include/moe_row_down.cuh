@@ -22,7 +22,7 @@ struct Down {
   u16 *out, *scaled;
   float2* stats_out;
   int live;
-#if W8
+#if W8 || W4
   DownScales scales;
 #endif
   DownPlace at, ahead;
@@ -46,10 +46,10 @@ struct Down {
     for (int u = 0; u < LOADS; u++)
       if (inside(ahead.step, u, vector)) {
         const Slot& slot = of_row[vector / INNER_VECTORS];
-        const int stride = SHARED && slot.expert >= EXPERTS ? SHARED * INNER : INNER;
+        const int stride = (SHARED && slot.expert >= EXPERTS ? SHARED : 1) * DOWN_WIDTH;
         into[u] =
-            load_weights(slot.down + (size_t)column * stride + vector % INNER_VECTORS * IN_VECTOR);
-#if W8
+            load_weights(slot.down + (size_t)column * stride + vector % INNER_VECTORS * VECTOR_WIDTH);
+#if W8 || W4
         into.scale[u] = scales.of(slot.expert, column, vector % INNER_VECTORS);
 #endif
       }
@@ -63,8 +63,8 @@ struct Down {
 #pragma unroll
     for (int u = 0; u < LOADS; u++)
       if (inside(at.step, u, vector)) {
-#if W8
-        add_products(sum, from[u], from.scale[u], load_inputs(x + vector * 32));
+#if W8 || W4
+        add_products(sum, from[u], from.scale[u], load_inputs(x + vector * IN_VECTOR * 2));
 #else
         add_products(sum, from[u], load_shared(x + vector * 16));
 #endif

@@ -35,7 +35,7 @@ struct Up {
   const Weight* row_ahead;
   size_t half_ahead;       // from a row of the gate to that of the other half
   float gate, other, gate_bias, other_bias;
-#if W8
+#if W8 || W4
   UpScales scales;
 #endif
 
@@ -58,9 +58,9 @@ struct Up {
     const bool has_own = loaded.item + WARPS < own_end;
     if (loaded.step == 0) {
       const Slot& slot = slots()[loaded.item / INNER];
-      row_ahead = slot.up + (size_t)(loaded.item % INNER) * H;
-      half_ahead = (size_t)(SHARED && slot.expert >= EXPERTS ? SHARED * INNER : INNER) * H;
-#if W8
+      row_ahead = slot.up + (size_t)(loaded.item % INNER) * UP_WIDTH;
+      half_ahead = (size_t)(SHARED && slot.expert >= EXPERTS ? SHARED * INNER : INNER) * UP_WIDTH;
+#if W8 || W4
       scales.begin(slot.expert, loaded.item % INNER);
 #endif
       if (!has_own) claim_next();
@@ -69,10 +69,10 @@ struct Up {
 #pragma unroll
     for (int u = 0; u < DEPTH; u++)
       if (inside(loaded.step, u, vector)) {
-        into[u] = load_weights(row_ahead + vector * IN_VECTOR);
+        into[u] = load_weights(row_ahead + vector * VECTOR_WIDTH);
         if (GATED)
-          into[(LOADS - DEPTH) + u] = load_weights(row_ahead + half_ahead + vector * IN_VECTOR);
-#if W8
+          into[(LOADS - DEPTH) + u] = load_weights(row_ahead + half_ahead + vector * VECTOR_WIDTH);
+#if W8 || W4
         into.scale[u] = scales.of(vector, false);
         if (GATED) into.scale[(LOADS - DEPTH) + u] = scales.of(vector, true);
 #endif
@@ -99,8 +99,8 @@ struct Up {
 #pragma unroll
     for (int u = 0; u < DEPTH; u++)
       if (inside(at.step, u, vector)) {
-#if W8
-        const Inputs normed = load_inputs(x + vector * 32);
+#if W8 || W4
+        const Inputs normed = load_inputs(x + vector * IN_VECTOR * 2);
         add_products(gate, from[u], from.scale[u], normed);
         if (GATED)
           add_products(other, from[(LOADS - DEPTH) + u], from.scale[(LOADS - DEPTH) + u], normed);

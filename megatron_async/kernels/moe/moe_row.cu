@@ -14,7 +14,8 @@
 //   THREADS, LOADS   of a CTA, and of a thread in a step: two steps' are on their way
 //   CLAIMED    sixteenths of the first linear layers' rows that go to the CTAs that come first
 //   W8         1: the experts' weights are e4m3, with fp32 scales for UP_COLUMNS and DOWN_COLUMNS of a row, of
-//              the shared experts' for SHARED_UP_COLUMNS and SHARED_DOWN_COLUMNS; else they are bfloat16
+//              the shared experts' for SHARED_UP_COLUMNS and SHARED_DOWN_COLUMNS
+//   W4         1: they are MXFP4, packed, with a byte for the scale of 32 of a row; else bfloat16
 //   MIN_SHARED bytes of shared memory to take at least: more than half keeps two CTAs off one SM
 //
 // There is no barrier of the grid. Each logit, and then each activation, is published in a word together
@@ -29,6 +30,9 @@
 #include "moe_row_choice.cuh"
 #if W8
 #include "moe_row_e4m3.cuh"
+#endif
+#if W4
+#include "moe_row_mxfp4.cuh"
 #endif
 #include "moe_row_up.cuh"
 #include "moe_row_down.cuh"
@@ -76,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   Loaded a, b;
   UpPlace at_a, at_b;
   Up up{b1, limit, offset, activated, claims + launch % 2, launch};
-#if W8
+#if W8 || W4
   up.scales.of_routed = w1_scale, up.scales.of_shared = shared_w1_scale;
 #endif
   if (GOES_UP) up.begin(rows, at_a, a, at_b, b);
@@ -106,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   if (GOES_DOWN) {
     Down down{b2, residual, next_weight, out, scaled, stats_out, rows};
-#if W8
+#if W8 || W4
     down.scales = DownScales{w2_scale, shared_w2_scale};
 #endif
     down.run(activated, launch);

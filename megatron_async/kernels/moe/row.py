@@ -8,13 +8,13 @@ wait for nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_async.kernels import compile as cuda
-from megatron_async.kernels.compile import Bf16, Fp32, Int32, Int64, Weights, kernel
+from megatron_async.kernels.compile import Bf16, Fp32, Int32, Int64, kernel
 from megatron_async.kernels.moe.settings import SIGMOID
 from megatron_async.kernels.shared_memory import HOPPER_BYTES, STATIC_BYTES, block_limit
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from megatron_async.kernels.moe.shape import Live, MoeShape, MoeWeights
 
 SOURCE = "moe_row"
+Bytes = Annotated[Tensor, torch.uint8]
+Weights = Annotated[Tensor, torch.bfloat16, torch.float8_e4m3fn, torch.uint8]
 MOST_ROWS = 4
 THREADS, LOADS = 256, 8
 """Threads of a CTA, and loads of a thread in a step, 16 bytes each: two steps of loads are on their
@@ -87,6 +89,15 @@ class RowScales(NamedTuple):
     shared_w2_scale: Fp32 | None
 
 
+class PackedRowScales(NamedTuple):
+    """:class:`RowScales` with ``W4``."""
+
+    w1_scale: Bytes
+    shared_w1_scale: Bytes | None
+    w2_scale: Bytes
+    shared_w2_scale: Bytes | None
+
+
 class Found(NamedTuple):
     """Where a launch leaves what it chose, as :class:`~.decode.MoeDecode` has it: experts and their
     weights for each row, and of how many experts it read."""
@@ -109,8 +120,8 @@ def why_not(
     settings = shape.settings
     if dtype != torch.bfloat16:
         return f"{dtype} is not covered"
-    if shape.is_packed:
-        return "MXFP4 weights are not covered"
+    if shape.is_packed and shape.shared:
+        return "MXFP4 weights beside shared experts are not covered"
     if not 1 <= rows <= MOST_ROWS:
         return f"{rows} rows are not from 1 to {MOST_ROWS}"
     if rows > 1 and rows * settings.top_k > settings.num_experts // 2:
@@ -141,8 +152,10 @@ def shared_bytes(shape: MoeShape, rows: int, ctas: int, threads: int = THREADS) 
 
 
 def scale_macros(shape: MoeShape) -> dict[str, int]:
-    """Macros of ``moe_row.cu`` for e4m3 weights; none for others."""
+    """Macros of ``moe_row.cu`` for e4m3 and MXFP4 weights; none for others."""
     columns = shape.scale_columns
+    if shape.is_packed:
+        return {"W4": 1}
     if columns is None:
         return {}
     macros = {"W8": 1, "UP_COLUMNS": columns.w1, "DOWN_COLUMNS": columns.w2}
@@ -244,10 +257,10 @@ class MoeRow:
             found.weights, found.experts, residual, out,
             statistics_out, next_weight, scaled_out,
         )  # fmt: skip
-        scales: tuple[RowScales, ...] = ()
-        if self._shape.scale_columns is not None:
-            names = RowScales._fields
-            scales = (RowScales(*(getattr(weights, name) for name in names)),)
+        scales: tuple[RowScales | PackedRowScales, ...] = ()
+        if self._shape.weight_size is not None:
+            record = PackedRowScales if self._shape.is_packed else RowScales
+            scales = (record(*(getattr(weights, name) for name in record._fields)),)
         gate = weights.shared_gate is not None
         for source, macros in self.work(rows, gate=gate, one_launch=one_launch):
             kernel(source, macros, self._device).launch((self._ctas, 1, 1), arguments, *scales)

@@ -22,7 +22,7 @@ from megatron_async.kernels.gemm.skinny_gemm import (
     WgmmaE4m3Arguments,
 )
 from megatron_async.kernels.gemm.tile_config import NO_NORM, RMS_NORM, STORE, TileConfig
-from megatron_async.kernels.moe.row import RowArguments, RowScales
+from megatron_async.kernels.moe.row import PackedRowScales, RowArguments, RowScales
 from megatron_async.kernels.norm.embed import EmbedArguments, EmbedShareArguments
 from megatron_async.kernels.ranks.mailbox import MailboxArguments
 from megatron_async.kernels.ranks.peer_best import PeerBestArguments
@@ -45,7 +45,7 @@ RECORDS: dict[str, Any] = {
 POINTERS = {
     "u16": torch.bfloat16, "char": torch.bfloat16, "u32": torch.int32, "i64": torch.int64,
     "u64": torch.int64, "int": torch.int32,
-    "float": torch.float32, "float2": torch.float32, "float4": torch.float32,
+    "byte": torch.uint8, "float": torch.float32, "float2": torch.float32, "float4": torch.float32,
 }  # fmt: skip
 """Elements of a tensor, by the C++ type that a kernel reads them as."""
 SCALING = {
@@ -61,12 +61,14 @@ VALUES = {"int": int, "float": float, "TensorMap": cuda.TensorMap}
 Parameter = tuple[str, type, tuple[torch.dtype, ...]]
 
 
-def parameters_of(kernel: str, *, sends: bool = False, e4m3: bool = False) -> list[Parameter]:
+def parameters_of(
+    kernel: str, *, sends: bool = False, e4m3: bool = False, scale: str = "float"
+) -> list[Parameter]:
     """Name, type and element types of the parameters in a kernel's source."""
     pattern = rf'extern "C" __global__.*?\b{kernel}\((.*?)\) \{{'
     (text,) = re.findall(pattern, cuda.own_text(kernel), re.DOTALL)
     found: list[Parameter] = []
-    scaling = "".join(f", const float* {name}" for name in SCALING.get(kernel, ()))
+    scaling = "".join(f", const {scale}* {name}" for name in SCALING.get(kernel, ()))
     text = text.replace(" SCALING", scaling if e4m3 else "")
     text = text.replace(" SCALES", ", const float* scales" if e4m3 else "")
     text = text.replace("KEPT*", "char*" if e4m3 else "u16*")
@@ -78,7 +80,8 @@ def parameters_of(kernel: str, *, sends: bool = False, e4m3: bool = False) -> li
         if "*" in words and e4m3 and kind == "char":
             found.append((words[-1], torch.Tensor, (torch.float8_e4m3fn,)))
         elif "*" in words:
-            of_kind = WEIGHTS if kind == "Weight" else (POINTERS[kind],)
+            of_weights = WEIGHTS + ((torch.uint8,) if kernel == "moe_row" else ())
+            of_kind = of_weights if kind == "Weight" else (POINTERS[kind],)
             found.append((words[-1], torch.Tensor, of_kind))
         else:
             found.append((words[-1], VALUES[kind], ()))
@@ -116,6 +119,11 @@ def test_gemms_with_e4m3_weights_have_their_scales_behind_the_others(sends: bool
 def test_experts_in_e4m3_have_their_scales_behind_the_others() -> None:
     found = [field for each in (RowArguments, RowScales) for field in fields(each)]
     assert found == parameters_of("moe_row", e4m3=True)
+
+
+def test_experts_in_mxfp4_have_bytes_for_scales() -> None:
+    found = [field for each in (RowArguments, PackedRowScales) for field in fields(each)]
+    assert found == parameters_of("moe_row", e4m3=True, scale="byte")
 
 
 def test_attention_over_e4m3_has_its_scales_behind_the_others() -> None:

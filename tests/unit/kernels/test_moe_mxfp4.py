@@ -11,7 +11,6 @@ import torch
 
 from megatron_async import DynamicInferenceEngine, EngineConfig
 from megatron_async.checkpoint import load_pretrained
-from megatron_async.kernels.moe import row
 from megatron_async.kernels.moe.mxfp4 import NOT_A_NUMBER, pack, unpack
 from megatron_async.kernels.moe.shape import MoeShape
 from megatron_async.kernels.moe.tiles import MoeTiles, Tile
@@ -132,12 +131,6 @@ def test_values_are_packed_as_the_specification_says() -> None:
     values = unpack(packed, torch.randint(1, 253, (7, 4), dtype=torch.uint8))
     assert torch.equal(unpack(*pack(values)), values)
     assert pack(torch.zeros(1, 32))[0].sum() == 0
-
-
-def test_the_kernel_of_few_rows_does_not_take_them() -> None:
-    shape = MoeShape(64, 64, settings(8, 2), SWIGLU, is_packed=True)
-    refused = row.why_not(shape, 1, torch.bfloat16, 132)
-    assert refused == "MXFP4 weights are not covered"
 
 
 @pytest.mark.parametrize("rows", [1, 7, 32, 33, 64])

@@ -95,8 +95,16 @@ if HAS_TRITON:
         )
         if shape.inner % columns[1] == shape.hidden % columns[0] == 0
     ]  # fmt: skip
+    MXFP4: Any = (
+        # One vector a row, rows of which a step of loads has a part, and gated and plain ones.
+        (QWEN, 1, {}),
+        (MoeShape(544, 96, settings(160, 3), GPT_OSS), 2, {"bias": True}),
+        (MoeShape(1088, 64, settings(16, 2, **DEEPSEEK | {"num_groups": 4}), RELU2, center=True),
+         4, {"expert_bias": True}),
+    )  # fmt: skip
+    MXFP4_ON_GPU: Any = [each for each in ON_GPU if not each[0].shared]
 else:
-    SMALL, ON_GPU, E4M3, E4M3_ON_GPU = (), [], (), []
+    SMALL, ON_GPU, E4M3, E4M3_ON_GPU, MXFP4, MXFP4_ON_GPU = (), [], (), [], (), []
 CTAS = 3
 """Of an emulated GPU."""
 
@@ -153,6 +161,32 @@ def test_layers_in_e4m3(
     if device.type == "cuda":
         case.one_launch = False
         assert all(torch.equal(*pair) for pair in zip(first, case.run(), strict=True))
+
+
+@pytest.mark.sweep(of=2)
+@on_both("shape", "rows", "options", gpu=MXFP4_ON_GPU, small=MXFP4)
+def test_layers_in_mxfp4(
+    device: torch.device, shape: Any, rows: int, options: dict[str, Any]
+) -> None:
+    case = RowCase(shape, rows, device, packed=True, **options)
+    case.check()
+    assert case.error() < LIMIT and case.of_experts() < 2 * LIMIT
+    first, second = case.run(), case.run()
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+    if device.type == "cuda":
+        case.one_launch = False
+        assert all(torch.equal(*pair) for pair in zip(first, case.run(), strict=True))
+
+
+@on_both("scale", gpu=[(0,), (255,)], small=[(0,), (255,)])
+def test_the_least_scale_is_one_and_that_of_nan_is_not(device: torch.device, scale: int) -> None:
+    case = RowCase(QWEN, 1, device, packed=True)
+    assert case.weights.w2_scale is not None
+    case.weights.w2[:, 3] = 0x11
+    case.weights.w2_scale[:, 3] = scale
+    out = case.run()[0] - case.hidden
+    assert out[0, 3] == 0 if scale == 0 else not out[0, 3].isfinite()
+    assert out[0, :3].isfinite().all() and out[0, :3].all()
 
 
 @on_both("rows", gpu=[(1,), (4,)], small=[(1,)])
@@ -343,6 +377,8 @@ def test_refusals_name_the_shape() -> None:
     assert "768 x 2040" in str(reason(hidden=2040))
     assert "8 of 1024 experts" in str(reason(experts=1024))
     assert "shared memory" in str(reason(inner=16384))
+    assert reason(is_packed=True) is None
+    assert "MXFP4 weights beside shared" in str(reason(is_packed=True, shared=1))
 
 
 def test_the_busiest_cta_has_few_columns() -> None:
