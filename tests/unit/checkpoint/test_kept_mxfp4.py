@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_async.checkpoint import load_pretrained, save_native
 from megatron_async.checkpoint.huggingface.interleaved_experts import apart
+from megatron_async.checkpoint.quantized.packed import PackedTarget
 from megatron_async.cli.main import main
 from megatron_async.errors import CheckpointError, ConfigError
 from megatron_async.kernels.moe.mxfp4 import NOT_A_NUMBER, pack, unpack
@@ -60,6 +61,21 @@ def test_stored_numbers_and_scales_are_kept(packed: Path) -> None:
     assert fc1.weight_scale.equal(apart(stored[f"{theirs}.gate_up_proj_scales"]))
     assert fc2.weight.equal(stored[f"{theirs}.down_proj_blocks"].flatten(-2))
     assert fc2.weight_scale.equal(stored[f"{theirs}.down_proj_scales"])
+
+
+def test_a_rank_takes_its_experts(packed: Path) -> None:
+    """The second of two that have half of them each."""
+    served = kept(packed)
+    for name, layer in packed_layers(served).items():
+        stored = torch.randint(0, 256, (6, *layer.weight.shape[1:-1], 4, 16), dtype=torch.uint8)
+        view, scales = torch.empty_like(layer.weight[3:, :, :64]), layer.weight_scale[3:, :, :2]
+        target = PackedTarget(view[..., :32], (), lambda x: x[:, 32:], kind="blocks", first=3)
+        target.copy_from(stored)
+        assert view[..., :32].equal(stored[3:].flatten(-2)[..., 32:]), name
+        assert target.equals(stored) and not target.equals(stored.flip(0))
+        theirs = torch.randint(0, 255, (6, *scales.shape[1:-1], 4), dtype=torch.uint8)
+        PackedTarget(scales, (), lambda x: x[:, 2:], kind="scales", first=3).copy_from(theirs)
+        assert scales.equal(theirs[3:, :, 2:])
 
 
 def test_no_second_copy_of_experts_is_made(packed: Path) -> None:
