@@ -67,7 +67,7 @@ LAYERS = {1: 6, 2: 5, 4: 4, 8: 3}
 """Layers that a graph goes round, by rows; 2 for more."""
 
 
-def with_scales(shape: MoeShape, columns: int | None, *, packed: bool) -> MoeShape:
+def with_scales(shape: MoeShape, columns: int | None, *, packed: bool = False) -> MoeShape:
     """The shape with e4m3 weights, and a scale for ``columns`` of a row or 0 for each row; None
     leaves it as it is, or makes it MXFP4 if ``packed``."""
     if packed:

@@ -461,11 +461,13 @@ def test_the_benchmark_times_what_computes_the_same(
     monkeypatch.setattr(script, "LAYERS", {1: 1})
     for name in ("up_tiles", "down_tiles"):
         monkeypatch.setattr(script, name, lambda *_: [Tile(16, 16, 3, splits=2)])
-    for columns in (None, 0):
-        shape = script.with_scales(MoeShape(16, 16, settings(3, 1), SWIGLU), columns)
+    for columns, packed, of_element in ((None, False, 2), (0, False, 1), (None, True, 0.5)):
+        size = 32 if packed else 16
+        shape = MoeShape(size, size, settings(3, 1), SWIGLU)
+        shape = script.with_scales(shape, columns, packed=packed)
         bench = script.Bench(shape, 1, 1e12, torch.device("cpu"), 132)
         assert bench.error() < 3e-2 and bench.experts == 1
-        assert bench.weight_bytes == ((1024, 512) if columns is None else (512, 256))
+        assert bench.weight_bytes == (2 * size * size * of_element, size * size * of_element)
         bench.chosen()
         bench.sweep()
         assert len(capsys.readouterr().out.splitlines()) == 4 + 2 + 1
