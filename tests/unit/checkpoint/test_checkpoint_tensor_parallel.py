@@ -28,7 +28,10 @@ from megatron_async.errors import CheckpointError
 from megatron_async import megatron_compat as compat
 from megatron_async.models import parallel
 from megatron_async.models.parallel import ModelParallel
+from megatron_async.models.quantized.linear import weight_of
+from megatron_async.models.quantized.mxfp4 import packed_layers
 from megatron_async.ranks.layout import Layout
+from megatron_async.weights.place import place
 
 said = []
 log = logging.getLogger("megatron_async.checkpoint.quantized.packed")
@@ -49,6 +52,16 @@ for name in sys.argv[2:]:
         meant = dict(loaded.model.named_parameters())
         assert all(each.equal(meant[name]) for name, each in found)
         assert len(said) == 1 and "experts of 2 layers are multiplied out" in said[0], said
+    if name == "kept":
+        layers = packed_layers(loaded.model).values()
+        before = [weight_of(layer, torch.float32) for layer in layers]
+        for layer in layers:
+            layer.weight.zero_(), layer.weight_scale.zero_()
+        new = torch.load(root / "kept.pt")
+        place(loaded.model, new, whole=True, all_parameters=True).copy()
+        for layer, meant in zip(layers, before):
+            assert weight_of(layer, torch.float32).equal(meant)
+        loaded = load_pretrained(root / name, quantization="mxfp4")
     if name.endswith("distributed"):
         save_distributed(root / f"{name}_by_two", loaded.model, loaded.config)
     if name == "distributed":
@@ -139,7 +152,8 @@ def save_all_formats(root: Path) -> None:
     for name in HUGGINGFACE:
         random_model(name).save_pretrained(root / name)
     write_packed(root / "packed")  # whose columns do not divide, 48 for each rank
-    write_packed(root / "kept", intermediate_size=64)
+    kept = load_pretrained(write_packed(root / "kept", intermediate_size=64)).model
+    torch.save(dict(kept.named_parameters()), root / "kept.pt")  # which ranks pack again
     for kind in FP8:
         write(root / kind, root / "huggingface", kind)
     for name, config in NATIVE.items():
