@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_async.checkpoint.megatron.padded_vocabulary import PaddedVocabulary
-from megatron_async.checkpoint.quantized import check_whole, kept_weights
+from megatron_async.checkpoint.quantized import check_whole, kept_weights, shape_of
 from megatron_async.checkpoint.reading.files import (
     SINGLE_FILE,
     Description,
@@ -177,7 +177,7 @@ def weights_of(directory: Path, config: ModelConfig, model: torch.nn.Module) -> 
         name: parallel.target(
             name,
             parameter.detach(),
-            list(parameter.shape),
+            shape_of(parameter),
             groups=2 if gated and ".linear_fc1." in name else 1,
         )
         for name, parameter in model.named_parameters()

@@ -46,6 +46,15 @@ def kept_targets(targets: Targets, model: Any) -> Targets | dict[str, Target]:
     return with_kept(targets, model)
 
 
+def shape_of(parameter: Any) -> list[int]:
+    """The shape of what a parameter stands for: its own, unless it keeps MXFP4."""
+    if str(parameter.dtype) not in _KEPT:
+        return list(parameter.shape)
+    from megatron_async.models.quantized.values import meant_shape
+
+    return meant_shape(parameter)
+
+
 def check_whole(path: str | Path, model: Any) -> None:
     """Raises CheckpointError for a model that keeps e4m3 or MXFP4: nothing that is saved has
     scales."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import RequestError
+from megatron_async.models.quantized.values import meant_shape
 from megatron_async.serving.engine_side.control_threads import Call
 from megatron_async.serving.messages import Kept
 from megatron_async.weights.targets import covers
@@ -197,7 +199,7 @@ class TrainerControls:
         about its share of them."""
         model = self._engine.model
         ranks = 1 if model.group is None else model.group.layout.world_size
-        own: int = sum(value.numel() for value in model.weights_owner.parameters())
+        own = sum(math.prod(meant_shape(value)) for value in model.weights_owner.parameters())
         return FLOOR_BYTES + 16 * own * ranks
 
     @property

@@ -172,7 +172,9 @@ def test_new_weights_are_packed_in_place(packed: Path, tmp_path: Path) -> None:
         "each": each_alone,
         "theirs": load_file(new / "model.safetensors"),
         "directory": new,
+        "native": tmp_path / "native",
     }
+    save_native(tmp_path / "native", other, other.model_config)
     for way, weights in ways.items():
         read_weights(served, dict(old.named_parameters()), all_parameters=True)()
         check_equal(values_of(served), values_of(old))  # exact: these can be packed
