@@ -48,7 +48,7 @@ SERVER_DEFAULTS: dict[str, Any] = {"endpoint": "completions", "client_processes"
 SERVER_OPTIONS = ("api_key", "served_model_name", "vocabulary", "concurrency", *SERVER_DEFAULTS)
 NOT_OF_SERVER = (
     *("model", "shape", "device", "dtype", "kv_cache_dtype", "depths", "block_count", "baseline"),
-    *DRAFT_OPTIONS,
+    *("late_planning", *DRAFT_OPTIONS),
 )
 _DESCRIPTION = """\
 Measure how fast requests are decoded from prompts of random token ids, or of text. Every depth
@@ -118,6 +118,8 @@ def add_command(commands: Any) -> None:
     on_or_off = argparse.BooleanOptionalAction
     add("--workload", choices=tuple(DEFAULTS), default="decode", help="default: decode")
     add("--depths", type=several(integer(0, MAX_DEPTH)), metavar="D,...", help=depths)
+    said = "plan steps as late as the device allows"
+    add("--late-planning", action="store_true", default=None, help=said)
     add("--rounds", type=integer(1), metavar="N", help="per depth (default: 3; ragged: 1)")
     add("--host-work-us", type=number(0), default=0.0, metavar="N", help="spin in each commit")
     add("--stall-us", type=number(0), default=0.0, metavar="N", help="spin in every K-th commit")

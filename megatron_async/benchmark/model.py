@@ -48,6 +48,8 @@ class BenchmarkModel:
     """Micro-batches of its engines; None as they choose."""
     draft: GPTNetwork | None = None
     group: RankGroup | None = None
+    late_planning: bool = False
+    """Its engines plan steps as late as they can."""
 
     def served(self, tokenizer: Any = None) -> ServedModel:
         """The model as an engine takes it."""
@@ -213,4 +215,5 @@ def _load(
     return BenchmarkModel(
         name, config, network, device, dtype, seconds, draft_config, tokenizer,
         getattr(args, "pipeline_micro_batches", None), draft, group,
+        bool(getattr(args, "late_planning", False)),
     )  # fmt: skip

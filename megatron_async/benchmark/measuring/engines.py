@@ -87,6 +87,7 @@ def _config(
         device=str(model.device) if model.group is None else model.device.type,
         pipeline_micro_batches=model.micro_batches,
         kv_cache_dtype=model.kv_cache_dtype,
+        late_planning=model.late_planning,
         **drafts.config,
         **sizes,
     )
