@@ -292,4 +292,6 @@ def limits_of(
         state_snapshots=state_snapshots,
         micro_batches=min(micro_batches_of(model, config), sizes.max_requests),
         guided_lag=config.effective_depth if config.guided_rows == "sit_out" else None,
+        long_prompt_tokens=config.long_prefill_token_threshold,
+        long_prompts=config.max_long_partial_prefills,
     )

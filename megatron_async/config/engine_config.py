@@ -112,6 +112,10 @@ class EngineConfig:
         prefill_chunk_tokens: a longer prompt is prefilled in chunks of this size; from
             ``max_sequence_length`` on it means whole prompts. Chunks depend on the prompt
             and on how much of it is cached, never on what else is running.
+        long_prefill_token_threshold: prompts of which more tokens are left are long. In each step
+            chunks of at most ``max_long_partial_prefills`` of them run, and shorter prompts pass
+            those that wait for it. None treats all prompts alike.
+        max_long_partial_prefills: see above.
         enable_prefix_caching: requests with a common prefix share its KV blocks.
         state_snapshot_count: of a model with recurrent layers, states that are kept for prompts
             with a common prefix, which go on from the longest prefix that has one; None keeps four
@@ -204,6 +208,8 @@ class EngineConfig:
     block_count: int | None = None
     paused_buffer_size_gb: float | None = None
     prefill_chunk_tokens: int = 256
+    long_prefill_token_threshold: int | None = None
+    max_long_partial_prefills: int = 1
     enable_prefix_caching: bool = True
     state_snapshot_count: int | None = None
     recurrent_state_dtype: str | None = None
@@ -246,6 +252,8 @@ class EngineConfig:
         self._check("max_requests", 1, MAX_REQUESTS)
         self._check("block_size_tokens", 1, MAX_COUNT, optional=True)
         self._check("prefill_chunk_tokens", 1, MAX_COUNT)
+        self._check("long_prefill_token_threshold", 1, MAX_COUNT, optional=True)
+        self._check("max_long_partial_prefills", 1, MAX_REQUESTS)
         self._check("max_sequence_length", 2, MAX_COUNT, optional=True)
         self._check("block_count", 1, MAX_COUNT, optional=True)
         self._check("state_snapshot_count", 0, MAX_COUNT, optional=True)

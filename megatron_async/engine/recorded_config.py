@@ -24,6 +24,8 @@ TAKEN = (
     "block_count",
     "paused_buffer_size_gb",
     "prefill_chunk_tokens",
+    "long_prefill_token_threshold",
+    "max_long_partial_prefills",
     "enable_prefix_caching",
     "state_snapshot_count",
     "recurrent_state_dtype",

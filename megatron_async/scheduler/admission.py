@@ -30,7 +30,7 @@ class PromptWork(NamedTuple):
 class PromptPlanner:
     """Fills a step with prefill chunks. A request is admitted when a row, a slot and the blocks of
     its prompt are free, with spare blocks for each running request; the head of the queue is never
-    overtaken.
+    overtaken, unless it is a long prompt that waits for the end of others (``Limits``).
 
     Of a model with recurrent layers chunks also end where a snapshot of their state is wanted: at
     the last full block that an equal prompt can share, and at the last block of a prefix that was
@@ -62,7 +62,7 @@ class PromptPlanner:
         the rows with those of the chunks."""
         limits, table = self._limits, self._table
         budget = limits.max_tokens - (sum(decode_rows.windows) or len(decode_rows.slots))
-        row = len(decode_rows.slots)
+        row, long = len(decode_rows.slots), 0
         launched: list[Sequence] = []
         under_way: deque[Sequence] = deque()
         for sequence in table.prefilling:
@@ -71,10 +71,12 @@ class PromptPlanner:
         while row < limits.max_requests:
             if under_way:
                 sequence = under_way.popleft()
+                if self._is_long(sequence) and long >= limits.long_prompts:
+                    continue
             else:
                 if limits.micro_batches > 1 and not self._micro_batches.admits(micro_batch):
                     break
-                admitted = self._admit_next(number, budget, work)
+                admitted = self._admit_next(number, budget, work, long >= limits.long_prompts)
                 if admitted is None:
                     break
                 sequence = admitted
@@ -84,6 +86,7 @@ class PromptPlanner:
             length = end - start
             if length > budget:
                 break
+            long += self._is_long(sequence)
             last = end == sequence.prefill_end
             targets: tuple[int, ...] = ()
             layers: tuple[int, ...] = ()
@@ -115,6 +118,11 @@ class PromptPlanner:
             windows + (1,) * len(launched) if windows else (),
         )
 
+    def _is_long(self, sequence: Sequence) -> bool:
+        """Whether much of a prompt under way is left."""
+        most = self._limits.long_prompt_tokens
+        return most is not None and sequence.prefill_end - sequence.prefilled > most
+
     def _chunk_end(self, sequence: Sequence) -> int:
         """Where the next chunk of a prompt ends."""
         start = sequence.prefilled
@@ -141,11 +149,16 @@ class PromptPlanner:
         if place is not None:
             copies.append(StateCopy(sequence.slot, place, end))
 
-    def _admit_next(self, number: int, budget: int, work: PromptWork) -> Sequence | None:
-        """Admit the head of the queue if everything it needs is there."""
+    def _admit_next(
+        self, number: int, budget: int, work: PromptWork, passes_long: bool
+    ) -> Sequence | None:
+        """Admit the head of the queue if everything it needs is there; ``passes_long``: the first
+        that is not long, if the head is."""
         limits, table = self._limits, self._table
         allocator = table.allocator
         sequence = table.waiting.head()
+        if passes_long and sequence is not None and table.waiting.is_long(sequence):
+            sequence = table.waiting.head(long=False)
         running = table.running
         if sequence is None or table.stalled or running >= limits.max_requests:
             return None

@@ -24,6 +24,8 @@ class Limits:
     stalled requests may keep; None is all. ``state_snapshots``: of a model with recurrent layers
     the places for snapshots of their state; None for other models. Running
     requests are divided into ``micro_batches``, of which each step runs one.
+    With ``long_prompt_tokens`` a step has chunks of at most ``long_prompts`` prompts of which more
+    tokens are left, and others pass those that wait for their turn; None knows no long prompts.
     ``guided_lag``: beside others guided rows stay out of a step while one of the last
     ``guided_lag`` - 1 tickets has them; None never.
 
@@ -52,6 +54,8 @@ class Limits:
     state_snapshots: int | None = None
     micro_batches: int = 1
     guided_lag: int | None = None
+    long_prompt_tokens: int | None = None
+    long_prompts: int = 1
     window: int = field(init=False)
     blocks_per_row: int = field(init=False)
 

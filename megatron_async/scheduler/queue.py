@@ -10,10 +10,17 @@ from megatron_async.scheduler.request_state import Sequence
 
 
 class WaitingQueue:
-    """Sequences without slot and blocks, lowest key first; held ones are passed over."""
+    """Sequences without slot and blocks, lowest key first; held ones are passed over.
 
-    def __init__(self) -> None:
+    Args:
+        long_tokens: those with more tokens are long, and may be passed over by others; None has no
+            long ones.
+    """
+
+    def __init__(self, long_tokens: int | None = None) -> None:
         self.items: list[tuple[tuple[int, int], Sequence]] = []
+        self._long_tokens = long_tokens
+        self._short: list[tuple[tuple[int, int], Sequence]] = []
 
     def __len__(self) -> int:
         return len(self.items)
@@ -23,24 +30,35 @@ class WaitingQueue:
 
     def add(self, sequence: Sequence) -> None:
         """Take a sequence in, at its place."""
-        key = sequence.priority_key
-        self.items.insert(self._place(key), (key, sequence))
+        for items in self._lists_of(sequence):
+            items.insert(_place(items, sequence), (sequence.priority_key, sequence))
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out."""
-        index = self._place(sequence.priority_key)
-        if index == len(self.items) or self.items[index][1] is not sequence:
-            raise ValueError(f"request {sequence.key} is not waiting")
-        del self.items[index]
+        for items in self._lists_of(sequence):
+            index = _place(items, sequence)
+            if index == len(items) or items[index][1] is not sequence:
+                raise ValueError(f"request {sequence.key} is not waiting")
+            del items[index]
 
-    def head(self) -> Sequence | None:
-        """The next to be admitted: the lowest key that the user has not paused."""
-        for _, sequence in self.items:
+    def head(self, *, long: bool = True) -> Sequence | None:
+        """The next to be admitted: the lowest key that the user has not paused, or without ``long``
+        the lowest of those that are not long."""
+        for _, sequence in self.items if long else self._short:
             if not sequence.held:
                 return sequence
         return None
 
-    def _place(self, key: tuple[int, int]) -> int:
-        """Where the sequence with this key is, or would be: no two have the same."""
-        items: list[Any] = self.items
-        return bisect.bisect_left(items, (key,))
+    def is_long(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence is."""
+        return self._long_tokens is not None and len(sequence.tokens) > self._long_tokens
+
+    def _lists_of(self, sequence: Sequence) -> Iterator[list[tuple[tuple[int, int], Sequence]]]:
+        yield self.items
+        if self._long_tokens is not None and not self.is_long(sequence):
+            yield self._short
+
+
+def _place(items: list[Any], sequence: Sequence) -> int:
+    """Where a sequence is, or would be: no two have the same key."""
+    return bisect.bisect_left(items, (sequence.priority_key,))

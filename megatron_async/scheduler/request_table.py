@@ -61,7 +61,7 @@ class RequestTable:
         )
         self.slots = SlotTable(limits.slot_count)
         self.sequences: dict[int, Sequence] = {}
-        self.waiting = WaitingQueue()
+        self.waiting = WaitingQueue(limits.long_prompt_tokens)
         self.prefilling: deque[Sequence] = deque()
         self.decoding: list[dict[int, Sequence]] = [{} for _ in range(limits.micro_batches)]
         self.stalled: dict[int, Sequence] = {}

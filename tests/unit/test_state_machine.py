@@ -94,6 +94,8 @@ class Part:
                 "block_size_tokens": st.sampled_from(self.block_sizes),
                 "spare": st.sampled_from((0, 0, 0.3, 0.3, 0.6, 1)),
                 "prefill_chunk_tokens": st.sampled_from((1, 3, 8)),
+                "long_prefill_token_threshold": st.sampled_from((None, None, 1, 5)),
+                "max_long_partial_prefills": st.sampled_from((1, 2)),
                 "enable_prefix_caching": st.sampled_from((True,) * 7 + (False,)),
                 "inference_logging_step_interval": st.sampled_from(self.logging),
                 "jitter_seed": st.integers(0, 1000),

@@ -49,6 +49,7 @@ class OneLineErrorParser(argparse.ArgumentParser):
 DTYPES = ("float32", "bfloat16", "float16")
 
 _SAME = "inference_async_scheduling max_requests block_count prefill_chunk_tokens batch_invariant "
+_SAME += "long_prefill_token_threshold max_long_partial_prefills "
 _SAME += "enable_prefix_caching allow_non_finite_weights inference_logging_step_interval "
 _SAME += "num_speculative_tokens speculative_method draft_model generation_config "
 _SAME += "tokenizer_model state_snapshot_count recurrent_state_dtype quantization kv_cache_dtype "
@@ -214,6 +215,9 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int | None) 
     add("--inference-dynamic-batching-paused-buffer-size-gb", help=said, **size)
     count("prefill_chunk_tokens", "longer prompts are prefilled in chunks of N")
     whole: dict[str, Any] = {"dest": "prefill_chunk_tokens", "const": MAX_COUNT}
+    said = "prompts of which more tokens are left are long: shorter ones need not wait for them"
+    count("long_prefill_token_threshold", said)
+    count("max_long_partial_prefills", "long prompts that are prefilled at the same time")
     said = "prefill each prompt in one forward"
     add("--disable-chunked-prefill", action="store_const", help=said, **whole)
     said = "requests with a common prefix share its KV blocks (default: on)"

@@ -614,3 +614,89 @@ def test_where_rows_need_guesses_those_that_have_some_open_their_windows_once(
     assert found[first] == 1, "it has come back while the step was planned"
     scheduler.foresee({first: 0, second: 0})
     assert windows() == {first: 1, second: 1}
+
+
+# --- long prompts -----------------------------------------------------------------------------
+
+
+def prefilled(plan: Plan | None) -> list[tuple[int, int]]:
+    """Key and tokens of each chunk."""
+    assert plan is not None
+    keys = plan.rows.keys[plan.decode_rows :]
+    return [(key, len(chunk.tokens)) for key, chunk in zip(keys, plan.prefills, strict=True)]
+
+
+LONG: dict[str, Any] = {
+    "max_requests": 6, "max_tokens": 16, "prefill_chunk_tokens": 4, "block_count": 200,
+    "max_assignments": 400,
+}  # fmt: skip
+
+
+def test_a_short_prompt_waits_for_no_more_than_one_long_one() -> None:
+    """Four long ones fill a step's tokens: without classes it waits until the first has ended."""
+    first: dict[int | None, int] = {}
+    for threshold in (None, 8):
+        chain = Chain(long_prompt_tokens=threshold, **LONG)
+        chain.add(*(sequence(key, prompt=40, max_new=2) for key in range(4)))
+        chain.step()
+        chain.add(sequence(9, prompt=5, max_new=2))
+        plans = [chain.step() for _ in range(12)]
+        steps = [n for n, plan in enumerate(plans) if 9 in dict(prefilled(plan))]
+        first[threshold] = steps[0]
+        chain.finish()
+    assert first[8] == 0 and first[None] >= 8
+
+
+def test_long_prompts_take_turns_in_the_order_of_their_arrival() -> None:
+    chain = Chain(long_prompt_tokens=8, long_prompts=2, **LONG)
+    chain.add(*(sequence(key, prompt=24, max_new=1) for key in range(4)))
+    seen = [[key for key, _ in prefilled(chain.step())] for _ in range(5)]
+    # What is left of a prompt is no longer long behind its fourth chunk, and the next begins.
+    assert seen[:4] == [[0, 1]] * 4 and seen[4] == [0, 1, 2, 3]
+    chain.finish()
+
+
+def test_what_is_left_of_a_long_prompt_is_short() -> None:
+    chain = Chain(long_prompt_tokens=8, **LONG)
+    chain.add(sequence(0, prompt=16, max_new=1), sequence(1, prompt=16, max_new=1))
+    assert [prefilled(chain.step()) for _ in range(3)] == [[(0, 4)], [(0, 4)], [(0, 4), (1, 4)]]
+    chain.finish()
+
+
+def test_short_prompts_pass_a_long_one_only_while_another_is_under_way() -> None:
+    """A long one that waits for blocks is passed by nobody, so that it gets them."""
+    values = {**LONG, "block_count": 14, "max_requests": 3}
+    chain = Chain(long_prompt_tokens=8, **values)
+    chain.add(sequence(0, prompt=12, max_new=30), sequence(1, prompt=40, max_new=1))
+    chain.add(*(sequence(key, prompt=4, max_new=1) for key in range(2, 9)))
+    order: list[int] = []
+    for _ in range(200):
+        plan = chain.step()
+        if plan is not None:
+            order += [key for key, _ in prefilled(plan) if key not in order]
+    # 2 and 3 pass it while 0 is long, behind it all wait until 0 has ended.
+    assert order[0] == 0 and order.index(1) < order.index(8)
+    chain.finish()
+
+
+def test_paused_long_prompts_are_passed_over() -> None:
+    chain = Chain(long_prompt_tokens=8, **LONG)
+    chain.add(*(sequence(key, prompt=40, max_new=1) for key in range(3)), sequence(3, prompt=4))
+    assert chain.scheduler.pause(1)
+    assert [key for key, _ in prefilled(chain.step())] == [0, 3]
+    for _ in range(100):
+        chain.step()
+    assert chain.scheduler.unfinished_count == 1 and chain.scheduler.resume(1)
+    chain.finish()
+
+
+def test_long_prompts_that_were_resumed_wait_for_each_other_too() -> None:
+    chain = Chain(long_prompt_tokens=8, **LONG)
+    chain.add(sequence(0, prompt=40, max_new=1), sequence(1, prompt=40, max_new=1))
+    assert prefilled(chain.step()) == [(0, 4)]
+    assert chain.scheduler.pause(0)
+    assert prefilled(chain.step()) == [(1, 4)]
+    assert chain.scheduler.resume(0)
+    chain.add(sequence(2, prompt=20, max_new=1), sequence(3, prompt=4, max_new=1))
+    assert [key for key, _ in prefilled(chain.step())] == [1, 3]
+    chain.finish()
