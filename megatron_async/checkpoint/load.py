@@ -160,6 +160,8 @@ class ModelFiles:
     @property
     def is_packed(self) -> bool:
         """Whether some weights are stored as MXFP4."""
+        if self.described.distributed is not None:
+            return False
         return any(name.endswith(PACKED_END) for name in self.described.shapes(self.directory))
 
     def load(
@@ -175,11 +177,6 @@ class ModelFiles:
         from megatron_async.models.description.memory_traffic import MXFP4_BYTES
 
         config = self.config
-        if quantization is not None and self.described.distributed is not None:
-            raise CheckpointError(
-                f"{self.directory}: quantization does not read distributed checkpoints; save the "
-                "model as safetensors (megatron_async.checkpoint.save_native) and serve that"
-            )
         is_packed = quantization is not None and self.is_packed
         if quantization == "mxfp4" and not is_packed:
             raise CheckpointError(
@@ -212,10 +209,13 @@ class ModelFiles:
 
     def _decide(self, model: Any, quantization: str) -> None:
         """Give the layers of ``model`` memory for what they keep."""
-        from megatron_async.checkpoint.quantized.kept import keep_as_stored
+        from megatron_async.checkpoint.quantized.kept import keep_as_stored, keep_rows
         from megatron_async.checkpoint.quantized.packed import keep_others, keep_packed
 
         self.check_headers(model)
+        if self.described.distributed is not None:
+            keep_rows(model)
+            return
         weights = self.weights_of(model)
         keep_packed(model, weights)
         if quantization == "mxfp4":
@@ -228,9 +228,10 @@ class ModelFiles:
         from megatron_async.checkpoint.quantized.input_scales import read_input_scales
         from megatron_async.models.quantized.activations import quantize_activations
 
-        own = self.described.own
+        described = self.described
+        has_none = described.own or described.distributed is not None
         quantize_activations(
-            model, None if own else read_input_scales(self.weights_of(model), model)
+            model, None if has_none else read_input_scales(self.weights_of(model), model)
         )
 
 

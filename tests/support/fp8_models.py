@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import Module
 
 LARGEST = 448.0
 """Of e4m3."""
@@ -113,3 +114,9 @@ def write(path: Path, plain: Path, kind: str) -> Path:
 def set_config(path: Path, config: dict[str, Any]) -> None:
     values = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**values, "quantization_config": config}))
+
+
+def kept_bytes(model: Module) -> dict[str, Tensor]:
+    """All that a model keeps, scales too, as bytes."""
+    both = (*model.named_parameters(), *model.named_buffers())
+    return {name: each.detach().contiguous().view(torch.uint8) for name, each in both}

@@ -11,6 +11,7 @@ import torch
 
 from megatron_async import megatron_compat as compat
 from megatron_async.checkpoint.megatron.megatron_root import BACKEND_FILE
+from megatron_async.checkpoint.megatron.parts import parts_of
 from megatron_async.checkpoint.native import copy_tokenizer_files, token_count_of, write_config
 from megatron_async.checkpoint.quantized import check_whole
 from megatron_async.checkpoint.reading.common_file import read_common
@@ -22,6 +23,7 @@ from megatron_async.checkpoint.targets import Stage
 from megatron_async.errors import CheckpointError
 from megatron_async.megatron_compat import checkpoints
 from megatron_async.models.description.config import ModelConfig
+from megatron_async.models.quantized.linear import SCALE
 
 from megatron.core import parallel_state  # isort: skip
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
@@ -140,33 +142,6 @@ def _read_chunk(name: str, chunk: StoredChunk) -> torch.Tensor:
         raise CheckpointError(f"{chunk.file}: {name} refused: {one_line(error)}") from error
 
 
-def _fill(name: str, stored: StoredTensor, parts: list[ShardedTensor]) -> None:
-    """Copy the stored tensor's chunks into this rank's ``parts`` of it, one chunk at a time."""
-    for chunk in stored.chunks:
-        pieces = []
-        for part in parts:
-            extent = (1,) * part.prepend_axis_num + tuple(part.local_shape)
-            begin = [max(a, b) for a, b in zip(chunk.offsets, part.global_offset, strict=True)]
-            end = [
-                min(a + n, b + m)
-                for a, n, b, m in zip(
-                    chunk.offsets, chunk.sizes, part.global_offset, extent, strict=True
-                )
-            ]
-            if all(b < e for b, e in zip(begin, end, strict=True)):
-                pieces.append((part, extent, begin, end))
-        if not pieces:
-            continue
-        source = _read_chunk(name, chunk)
-        for part, extent, begin, end in pieces:
-            to = _window(begin, end, part.global_offset)
-            part.data.detach().view(extent)[to].copy_(source[_window(begin, end, chunk.offsets)])
-
-
-def _window(begin: list[int], end: list[int], origin: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, origin, strict=True))
-
-
 def _parts(model: Any, stored: dict[str, StoredTensor]) -> dict[str, list[ShardedTensor]]:
     """This rank's parts of the stored tensors by stored name; each ``data`` is a view.
 
@@ -181,7 +156,7 @@ def _parts(model: Any, stored: dict[str, StoredTensor]) -> dict[str, list[Sharde
     apply_factories(sharded)
     parts: dict[str, list[ShardedTensor]] = {}
     for part in nested_values(sharded):
-        if isinstance(part, ShardedTensor):
+        if isinstance(part, ShardedTensor) and not part.key.endswith(f".{SCALE}"):
             name = part.key if part.key in stored else _stored_name(part.key, model)
             parts.setdefault(name, []).append(part)
     return parts
@@ -197,10 +172,22 @@ def load_weights(directory: Path, model: Any, content: Mapping[str, StoredTensor
     Raises:
         CheckpointError: as :func:`check_weights`.
     """
-    parts = check_weights(directory, model, content)
+    parts = parts_of(model, check_weights(directory, model, content))
+    reads = [
+        (min(part.order() for part, _ in found), name, chunk, found)
+        for name, of_name in parts.items()
+        for chunk in content[name].chunks
+        if (found := [(part, spans) for part in of_name if (spans := part.overlap(chunk))])
+    ]
+    reads.sort(key=lambda read: read[0])
     with torch.no_grad():
-        for name, named_parts in parts.items():
-            _fill(name, content[name], named_parts)
+        for _, name, chunk, found in reads:
+            source = _read_chunk(name, chunk)
+            for part, spans in found:
+                part.fill(source, chunk, spans)
+    for name, of_name in parts.items():
+        if not all(part.is_whole() for part in of_name):
+            raise CheckpointError(f"{directory}: chunks of {name} overlap")
 
 
 def check_weights(

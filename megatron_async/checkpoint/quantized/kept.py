@@ -148,6 +148,13 @@ def keep_as_stored(model: Any, weights: SafetensorsWeights) -> None:
         keep(layer, groups)
 
 
+def keep_rows(model: Any) -> None:
+    """Give each layer of ``model`` that may keep e4m3 memory for it, with a scale a row: for
+    weights of 16 or 32 bits, which are quantized while they are read."""
+    for layer in quantizable(model).values():
+        keep(layer, 1)
+
+
 def with_kept(targets: Names, model: Any) -> Names | dict[str, Target]:
     """``targets``, with others for weights that ``model`` keeps as e4m3 or as MXFP4."""
     layers = quantized(model)
@@ -220,13 +227,14 @@ def _storage(tensor: Tensor) -> int:
 def _quantize_into(target: Target, stored: Tensor, view: Tensor, scales: Tensor) -> None:
     with torch.no_grad():
         values = target.select(stored).reshape(target.view.shape)
-        _fill(values.to(target.view.device), view, scales)
+        quantize_into(values.to(target.view.device), view, scales)
 
 
-def _fill(values: Tensor, view: Tensor, scales: Tensor) -> None:
+def quantize_into(values: Tensor, view: Tensor, scales: Tensor) -> None:
+    """Fill e4m3 ``view [..., n, k]`` and ``scales [..., n, groups]`` with the nearest of floats."""
     if values.dim() > 2:  # one expert at a time, since it takes copies in fp32
         for each in zip(values, view, scales, strict=True):
-            _fill(*each)
+            quantize_into(*each)
         return
     numbers, found = quantize(values, scales.shape[-1])
     view.view(torch.uint8).copy_(numbers.view(torch.uint8))

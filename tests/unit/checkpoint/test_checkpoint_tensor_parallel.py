@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 
@@ -14,10 +15,12 @@ from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.description.latent_config import LatentAttention
 from megatron_async.weights.parallel_layouts import relay
 from tests.support.child_environment import child_environment
+from tests.support.fp8_models import kept_bytes
 from tests.support.huggingface_models import random_model
 from tests.support.mxfp4_models import write_packed
 from tests.support.programs import run_program
 from tests.unit.checkpoint.test_fp8_weights import write
+from tests.unit.checkpoint.test_kept_distributed import count_pending
 
 PROGRAM = """
 import logging, os, sys
@@ -32,6 +35,7 @@ from megatron_async.models.quantized.linear import weight_of
 from megatron_async.models.quantized.mxfp4 import packed_layers
 from megatron_async.ranks.layout import Layout
 from megatron_async.weights.place import place
+from tests.support.fp8_models import kept_bytes
 
 said = []
 log = logging.getLogger("megatron_async.checkpoint.quantized.packed")
@@ -72,6 +76,12 @@ for name in sys.argv[2:]:
     logits = loaded.model(ids, ids, None, runtime_gather_output=True)
     torch.save(logits, root / f"{name}.{rank}.pt")
     torch.save(dict(loaded.model.named_parameters()), root / f"{name}.{rank}.weights.pt")
+# E4m3 of shares, from chunks of the whole: each rank quantizes its own rows.
+for name, stored in (("native", "distributed"), ("experts", "experts_distributed")):
+    one, two = (kept_bytes(load_pretrained(root / each, quantization="fp8").model)
+                for each in (name, stored))
+    assert any(key.endswith("weight_scale") for key in one) and one.keys() == two.keys()
+    assert not [key for key in one if not one[key].equal(two[key])], name
 # A rank that leaves while the other still talks to it takes gloo's threads down with a crash.
 torch.distributed.barrier()
 torch.distributed.destroy_process_group()
@@ -165,7 +175,7 @@ def save_all_formats(root: Path) -> None:
         save_distributed(root / f"{name}_distributed", model, config)
 
 
-def test_two_ranks_give_the_logits_of_one(tmp_path: Path) -> None:
+def test_two_ranks_give_the_logits_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_all_formats(tmp_path)
     names = ["huggingface", "native", "distributed", "packed", "kept", *HUGGINGFACE, *FP8]
     names += [f"{name}{end}" for name in NATIVE for end in ("", "_distributed")]
@@ -189,6 +199,16 @@ def test_two_ranks_give_the_logits_of_one(tmp_path: Path) -> None:
             for each in (name, f"{name}_by_two")
         )
         assert all(torch.equal(one[name], two[name]) for name in one)
+    pending = count_pending(monkeypatch)
+    for name, by_two in (("native", "distributed"), ("experts", "experts_distributed")):
+        one, two = (
+            kept_bytes(load_pretrained(tmp_path / each, quantization="fp8").model)
+            for each in (name, f"{by_two}_by_two")
+        )
+        assert one.keys() == two.keys()
+        assert not [key for key in one if not one[key].equal(two[key])], name
+        # Of experts that ranks share, halves of all of a layer lie in one chunk.
+        assert max(pending) == (1 if name == "native" else 4) and pending[-1] == 0
 
 
 def check_layouts(root: Path, name: str) -> None:
