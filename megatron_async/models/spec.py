@@ -200,7 +200,7 @@ def _attention_spec(config: ModelConfig, norm: type) -> ModuleSpec:
 
         latent = MLASelfAttentionSubmodules(
             linear_q_proj=column,
-            linear_q_down_proj=ColumnParallelLinear,  # megatron takes no other class
+            linear_q_down_proj=ColumnParallelLinear,  # of these two attention makes others
             linear_q_up_proj=column,
             linear_kv_down_proj=ColumnParallelLinear,
             linear_kv_up_proj=ColumnParallelLinear,  # attention reads the weight itself
@@ -277,7 +277,7 @@ def mtp_block_spec(config: ModelConfig, device: torch.device | str = "cpu") -> M
             gpt_layer_spec(config, device, config.num_layers - 1),
             enorm=norm,
             hnorm=norm,
-            eh_proj=ColumnParallelLinear,
+            eh_proj=as_built(ColumnParallelLinear),
             layer_norm=norm,
         ),
     )

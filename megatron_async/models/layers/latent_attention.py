@@ -21,6 +21,7 @@ from megatron_async.models.batch import Batch
 from megatron_async.models.layers.attention import PagedAttention, packed_lengths
 from megatron_async.models.layers.norm import RMSNorm, fusable
 from megatron_async.models.layers.rope import apply_rope_to_pairs
+from megatron_async.models.quantized.deferred import defer
 
 from megatron.core.tensor_parallel.mappings import (  # isort: skip
     gather_from_tensor_model_parallel_region,
@@ -34,6 +35,12 @@ class PagedLatentAttention(PagedAttention, LatentAttention):  # type: ignore[mis
     ``q_layernorm`` and ``linear_q_up_proj``; ``linear_kv_down_proj``, ``kv_layernorm``,
     ``linear_kv_up_proj``; ``linear_proj``. Rotated pairs are neighbours, as in its checkpoints.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for name in ("linear_q_down_proj", "linear_kv_down_proj"):  # megatron takes no subclass
+            if name in self._modules:
+                defer(self._modules[name], self.config)
 
     def _scale(self) -> float:
         # megatron's own, of a model that somebody else has built, knows of YaRN.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 Class = TypeVar("Class", bound=type)
 
@@ -29,3 +29,11 @@ def as_built(layer: Class) -> Class:
     from megatron_async.models.quantized.linear import quantizable_class
 
     return cast(Class, quantizable_class(layer))
+
+
+def defer(layer: Any, config: Any) -> None:
+    """:func:`as_built` for a layer that was built just now, whose builder takes no subclass."""
+    if _deferred.get():
+        from megatron_async.models.quantized.linear import make_quantizable
+
+        make_quantizable(layer, config)

@@ -90,6 +90,13 @@ def quantizable(model: Module) -> dict[str, Any]:
     return {name: each for name, each in model.named_modules() if isinstance(each, _Deferred)}
 
 
+def make_quantizable(layer: Any, config: Any) -> None:
+    """Let a layer that is there keep e4m3, as if megatron's ``config`` had built it so."""
+    built: type = type(layer)
+    layer.__class__ = quantizable_class(built)
+    layer.defer(config)
+
+
 def quantized(model: Module) -> dict[str, Any]:
     """The layers that do, or keep MXFP4, by name."""
     return {name: m for name, m in quantizable(model).items() if m.weight.dtype in KEPT}
@@ -139,6 +146,10 @@ class _Deferred:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config: Any = next(x for x in (*args, *kwargs.values()) if hasattr(x, "params_dtype"))
+        self.defer(config)
+
+    def defer(self, config: Any) -> None:
+        """Give the weight's memory back, unless megatron's ``config`` has it drawn."""
         self.weights_device = self.weight.device
         cast(Module, self).register_buffer(INPUT_SCALE, None, persistent=False)
         if not config.perform_initialization:

@@ -77,7 +77,8 @@ for name in sys.argv[2:]:
     torch.save(logits, root / f"{name}.{rank}.pt")
     torch.save(dict(loaded.model.named_parameters()), root / f"{name}.{rank}.weights.pt")
 # E4m3 of shares, from chunks of the whole: each rank quantizes its own rows.
-for name, stored in (("native", "distributed"), ("experts", "experts_distributed")):
+for name in ("native", "experts", "latents"):
+    stored = "distributed" if name == "native" else f"{name}_distributed"
     one, two = (kept_bytes(load_pretrained(root / each, quantization="fp8").model)
                 for each in (name, stored))
     assert any(key.endswith("weight_scale") for key in one) and one.keys() == two.keys()

@@ -16,8 +16,9 @@ from torch import Tensor
 from megatron_async import DynamicInferenceEngine, EngineConfig, SamplingParams
 from megatron_async.checkpoint import load_pretrained, save_native
 from megatron_async.errors import CheckpointError, ConfigError
-from megatron_async.models.build import build_random_model
+from megatron_async.models.build import build_model, build_random_model
 from megatron_async.models.description.config import ModelConfig
+from megatron_async.models.description.latent_config import LatentAttention
 from megatron_async.models.quantized.linear import quantized, weight_of
 from megatron_async.models.quantized.values import E4M3, multiply_out, quantize
 from megatron_async.training import exact_numerics
@@ -90,6 +91,36 @@ def test_layers_that_a_checkpoint_has_in_16_bits_stay_so(plain: Path, tmp_path: 
     assert "decoder.layers.1.self_attention.linear_qkv" not in names
     assert len(names) == 2 * 4 - 2
     check_equal(values_of(served), values_of(load_pretrained(path / "meant").model))
+
+
+def test_of_latent_attention_and_drafts_one_projection_stays(tmp_path: Path) -> None:
+    """The one whose weight attention reads: it would be multiplied out in each step."""
+    config = ModelConfig(
+        num_layers=2, hidden_size=64, num_attention_heads=4, num_kv_heads=4, head_dim=16,
+        vocab_size=64, ffn_hidden_size=96, max_sequence_length=32, mtp_num_layers=1,
+        latent_attention=LatentAttention(
+            kv_lora_rank=32, q_lora_rank=48, qk_pos_emb_head_dim=8, v_head_dim=12
+        ),
+    )  # fmt: skip
+    torch.manual_seed(4)
+    model = build_model(config, device="cpu", dtype=torch.float32).eval()
+    save_native(tmp_path, model, config)
+    served = kept(tmp_path)
+    linear = {
+        name.removesuffix(".weight")
+        for name, each in served.named_parameters()
+        if each.dim() == 2 and not name.startswith(("embedding", "output_layer"))
+    }
+    left = linear - quantized(served).keys()
+    assert left == {name for name in linear if name.endswith("linear_kv_up_proj")} and left
+    ids = torch.arange(20)[None]
+    widened = build_model(config, device="cpu", dtype=torch.float32).eval()
+    widened.load_state_dict(values_of(served), strict=False)
+    with torch.no_grad():
+        found, meant = served(ids, ids, None), widened(ids, ids, None)
+        assert (
+            (found - meant).abs().max() < 1e-5 < 1e-3 < (found - model(ids, ids, None)).abs().max()
+        )
 
 
 def test_other_weights_are_quantized_as_they_are_read(plain: Path) -> None:
