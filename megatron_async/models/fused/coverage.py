@@ -37,6 +37,7 @@ from megatron_async.models.fused.report import (
     PROJECTION,
     Block,
 )
+from megatron_async.models.fused.shared_experts import linears_apart
 from megatron_async.models.layers.attention import PagedSelfAttention
 from megatron_async.models.mamba.layers import AttentionLayer, MambaLayer, MlpLayer
 from megatron_async.models.mamba.mixer import MambaMixer
@@ -152,8 +153,8 @@ def _mtp_layer_why_not(layer: Any) -> str | None:
 
 def _draft_mlp_why_not(layer: Any, config: Any) -> str | None:
     """Why the MLP of an MTP layer is not computed by kernels."""
-    if is_mixture(layer.mlp):
-        return "experts of MTP layers are not covered"
+    if is_mixture(layer.mlp) and layer.mlp.ranks is not None:
+        return "its experts are split over ranks"
     return mlp_why_not(layer, config)
 
 
@@ -296,7 +297,12 @@ def mlp_why_not(layer: Any, config: Any) -> str | None:
             return f"norm {type(norm).__name__} is not covered"
         if _has_hooks(*mlp.modules()):
             return "a module has forward hooks"
-        return experts_why_not(mlp, config) or _modules_why_not([norm])
+        apart = linears_apart(mlp)
+        return (
+            experts_why_not(mlp, config)
+            or _linears_why_not(*apart)
+            or _modules_why_not([norm, *apart], apart)
+        )
     if type(mlp) is not megatron_mlp.MLP:
         return f"{type(mlp).__name__} is not covered"
     if norm_kind(norm) is None:

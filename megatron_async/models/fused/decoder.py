@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -53,6 +54,7 @@ from megatron_async.models.fused.report import (
     Block,
     DecodeCoverage,
 )
+from megatron_async.models.fused.shared_experts import SharedExperts
 from megatron_async.models.fused.stages import ReceivedBlock, SentBlock, Stages
 
 FusedBlock = (
@@ -144,6 +146,7 @@ class FusedDecoder:
     ) -> list[Place]:
         attentions = decode_attention.DecodeAttentions(device)
         experts = ExpertKernels(device, self._gemms.sm_count)
+        beside = partial(SharedExperts, model.config, self._gemms)
         places: list[Place] = []
         for layer in model.decoder.layers:
             blocks = self._blocks_of(layer.layer_number)
@@ -161,7 +164,7 @@ class FusedDecoder:
                     places.append(Place((block,), AttentionModule(layer, where), fused))
                 elif block.kind == MLP:
                     if block.reason is None and is_mixture(layer.mlp):
-                        fused = MoeBlock(layer, experts, where)
+                        fused = MoeBlock(layer, experts, where, beside)
                     elif block.reason is None:
                         fused = MlpBlock(layer, model.config, self._gemms, sums, where)
                     places.append(Place((block,), MlpModule(layer, where), fused))

@@ -9,6 +9,7 @@ context at hand, and runs its modules elsewhere.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,12 +20,13 @@ from megatron_async.kernels.drafting.mtp_input import DraftInput, NormParameters
 from megatron_async.kernels.gemm.tile_config import MAX_ROWS, TileConfig, padded
 from megatron_async.megatron_compat.specs import mtp_inner_layer
 from megatron_async.models.fused import coverage
-from megatron_async.models.fused.ahead import compile_ahead
+from megatron_async.models.fused.ahead import Refused, compile_ahead
 from megatron_async.models.fused.blocks import mtp_blocks
 from megatron_async.models.fused.blocks.attention_block import AttentionBlock
 from megatron_async.models.fused.blocks.gemms import Gemm, SkinnyGemms, Work
 from megatron_async.models.fused.blocks.mlp_block import MlpBlock
 from megatron_async.models.fused.blocks.modules import AttentionModule, LayerModule, MlpModule
+from megatron_async.models.fused.blocks.moe_block import ExpertKernels, MoeBlock, is_mixture
 from megatron_async.models.fused.blocks.mtp_blocks import (
     DraftHeadBlock,
     DraftHeadModule,
@@ -35,6 +37,7 @@ from megatron_async.models.fused.blocks.mtp_blocks import (
 )
 from megatron_async.models.fused.blocks.residual import Norm, Workspace
 from megatron_async.models.fused.report import HEAD, Block
+from megatron_async.models.fused.shared_experts import SharedExperts
 
 
 class Runs(Protocol):
@@ -92,6 +95,12 @@ class Place:
         reason: str | None = self.fused.why_not(self.rows(rows, width), context)
         return reason
 
+    def refuse(self, of: tuple[int, int], refused: Refused) -> None:
+        """The GPU does not run a kernel of these rows and their tokens."""
+        if isinstance(self.fused, MoeBlock) and self.fused.has_another_way(refused):
+            return
+        self.refused[of] = refused.reason
+
     def choose(self, rows: int, width: int, context: Any) -> Runs:
         """What runs."""
         chosen = self.module if self.why_not(rows, width, context) else self.fused
@@ -122,6 +131,7 @@ class FusedMtp:
         self._workspace = Workspace(model.config.hidden_size, device)
         self._vocab_size: int = model.vocab_size
         self._attentions = decode_attention.DecodeAttentions(device)
+        self._experts = ExpertKernels(device, self._gemms.sm_count)
         each = len(self.blocks) // len(model.mtp.layers)
         self._layers = [
             self._places_of(layer, model, self.blocks[each * number : each * (number + 1)])
@@ -145,7 +155,7 @@ class FusedMtp:
             middle = [
                 place(attention, AttentionModule(inner), AttentionBlock, inner, cos_sin, gemms,
                       self._attentions),
-                place(mlp, MlpModule(inner), MlpBlock, inner, model.config, gemms),
+                place(mlp, MlpModule(inner), self._mlp_of, inner, model.config),
             ]  # fmt: skip
         ends = layer, model
         begin = None
@@ -156,6 +166,12 @@ class FusedMtp:
             *middle,
             place(head, DraftHeadModule(*ends), DraftHeadBlock, *ends, gemms, number),
         ]
+
+    def _mlp_of(self, layer: Any, config: Any) -> MlpBlock | MoeBlock:
+        if not is_mixture(layer.mlp):
+            return MlpBlock(layer, config, self._gemms)
+        beside = partial(SharedExperts, config, self._gemms)
+        return MoeBlock(layer, self._experts, beside=beside)
 
     @property
     def gemms(self) -> dict[str, Gemm]:
@@ -191,7 +207,7 @@ class FusedMtp:
         their modules."""
         while refused := compile_ahead(self._needed(rows, width, context), self._device):
             for (place, of), kernel in refused:
-                place.refused[of] = kernel.reason
+                place.refuse(of, kernel)
             self._chosen.clear()
 
     def _needed(

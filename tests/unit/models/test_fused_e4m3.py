@@ -191,7 +191,6 @@ def _widen(linear: Any) -> None:
     ("change", "says"),
     [
         (lambda mlp: _widen(mlp.experts.linear_fc1), "weights of torch.bfloat16 and of"),
-        (lambda mlp: _widen(mlp.shared_experts.linear_fc2), "shared experts are not contiguous"),
         (
             lambda mlp: _change_scales(mlp.experts.linear_fc1, torch.ones(4, 128, 8)),
             "a scale for 16 columns of its e4m3 w1 is not covered",

@@ -5,12 +5,13 @@ stream)
 
 Where each rank has some of the experts, it computes what they add to all rows, and the partial sums
 of the ranks are added up (``rank_sums.py``). Shared experts are computed by the first rank; where
-tensor-parallel ranks share them, by each of these its share.
+tensor-parallel ranks share them, by each of these its share. Those of another format than the
+routed ones are computed beside these (``shared_experts.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,12 @@ from megatron_async.models.fused.ahead import Refused
 from megatron_async.models.fused.blocks.gemms import Work
 from megatron_async.models.fused.blocks.kernel_parameters import norm_of, scale_of
 from megatron_async.models.fused.blocks.rank_sums import RankSums
-from megatron_async.models.fused.blocks.residual import LAYER, Norm, Step
+from megatron_async.models.fused.blocks.residual import LAYER, Norm, Residual, Step
+from megatron_async.models.fused.shared_experts import (
+    SharedExperts,
+    apart_why_not,
+    linears_apart,
+)
 from megatron_async.models.moe.adapt import AdaptedMoELayer
 from megatron_async.models.moe.layer import MoELayer, SharedExpertMLP, leaving
 from megatron_async.models.quantized.values import E4M3, KEPT, is_packed, meant_shape
@@ -38,6 +44,7 @@ if TYPE_CHECKING:
 _ALIGNMENT = 16
 """Sizes are multiples of it."""
 _MOST_EXPERTS, _MOST_CHOSEN = 512, 16
+Beside = Callable[[Any, int], SharedExperts]
 
 
 def is_mixture(mlp: Any) -> bool:
@@ -62,7 +69,7 @@ def experts_why_not(mlp: Any, config: Any) -> str | None:
         return f"experts of {inner} x {hidden} are not covered"
     return (
         _tensors_why_not(mlp)
-        or _shared_why_not(mlp)
+        or _shared_why_not(mlp, config)
         or _scales_why_not(mlp)
         or _packed_why_not(mlp)
     )
@@ -83,13 +90,15 @@ def _tensors_why_not(mlp: Any) -> str | None:
     return None
 
 
-def _shared_why_not(mlp: Any) -> str | None:
-    """Why its shared experts are not computed as experts that each row has."""
+def _shared_why_not(mlp: Any, config: Any) -> str | None:
+    """Why its shared experts are not computed as experts that each row has, nor beside these."""
     shared = mlp.shared_experts
     if shared is None:
         return None
     if type(shared) not in (SharedExpertMLP, MegatronSharedExpertMLP):
         return f"{type(shared).__name__} is not covered"
+    if linears_apart(mlp):
+        return apart_why_not(mlp, config)
     inner, dtype = meant_shape(mlp.kept_weights.w2)[2], mlp.kept_weights.w2.dtype
     if shared.linear_fc2.weight.shape[1] % inner:
         return f"shared experts of {shared.linear_fc2.weight.shape[1]} are no multiple of {inner}"
@@ -100,7 +109,7 @@ def _shared_why_not(mlp: Any) -> str | None:
     for linear in (shared.linear_fc1, shared.linear_fc2):
         if linear.bias is not None:
             return "shared experts have a bias"
-        if linear.weight.dtype != dtype or not linear.weight.is_contiguous():
+        if not linear.weight.is_contiguous():
             return f"shared experts are not contiguous {dtype}, as the others are"
     return None
 
@@ -112,7 +121,7 @@ def _e4m3_weights(mlp: Any) -> dict[str, tuple[Tensor, Tensor]]:
     if kept.w1.dtype != E4M3:
         return {}
     found = {"w1": (kept.w1, kept.w1_scale), "w2": (kept.w2, kept.w2_scale)}
-    if _has_shared_experts(mlp):
+    if _shares_among(mlp):
         for name, linear in (("shared_w1", shared.linear_fc1), ("shared_w2", shared.linear_fc2)):
             found[name] = linear.weight, getattr(linear, "weight_scale", None)
     return found
@@ -179,14 +188,22 @@ class MoeBlock:
     Args:
         layer: one that ``coverage.mlp_why_not`` has nothing against.
         where: it leaves statistics.
+        beside: makes the GEMMs of shared experts, from the layer and ``where``; it is asked where
+            these have another format than the others.
     """
 
-    def __init__(self, layer: Any, kernels: ExpertKernels, where: int = LAYER) -> None:
+    def __init__(
+        self, layer: Any, kernels: ExpertKernels, where: int = LAYER, beside: Beside | None = None
+    ) -> None:
         self._where = where
         self.norm: Norm = norm_of(layer.pre_mlp_layernorm)
         self._mlp = layer.mlp
         self._kernels = kernels.get(_shape_of(layer.mlp, self.norm))
         self._sums = kernels.sums(layer.mlp)
+        self._shared: SharedExperts | None = None
+        if linears_apart(layer.mlp):
+            assert beside is not None
+            self._shared = beside(layer, where)
 
     @property
     def has_waiting_grid(self) -> bool:
@@ -194,8 +211,9 @@ class MoeBlock:
         return self._kernels.has_one_kernel
 
     def why_not(self, rows: int, context: Any) -> str | None:
-        """Return None: it runs for all rows that are decoded in kernels."""
-        return None
+        """Why it does not run for padded ``rows``; None if it does. All ranks say the same, also
+        those without shared experts."""
+        return None if self._shared is None else self._shared.why_not(rows)
 
     def has_another_way(self, refused: Refused) -> bool:
         """Whether other kernels take the place of one that the GPU does not run; from now on they
@@ -206,29 +224,51 @@ class MoeBlock:
         """Add the layer's experts to the residual stream, see
         :class:`~.attention_block.AttentionBlock` for the arguments."""
         assert given is not None
-        residual, context = step.residual, step.context
-        hidden = residual.hidden
-        # Keys and values of dead rows go to the null block, the first.
-        live = Live(context.slot_mapping, context.block_size_tokens)
+        if self._shared is not None:
+            return self._beside(self._shared, step, given, reader)
+        residual, hidden = step.residual, step.residual.hidden
         if self._sums is not None:
             partial = self._sums.partial(residual)
-            self._kernels(
-                self._weights(), hidden, given, self.norm.eps, partial, live=live,
-                one_launch=context.grids_may_wait,
-            )  # fmt: skip
-            self._leave(hidden.shape[0])
+            self._run(step, given, partial)
             return self._sums.add(partial, None, residual, reader, self._where)
         statistics = None
         if reader is not None:
             covered = self._kernels.statistic_rows(hidden.shape[0])
             statistics = residual.statistics(self._where, covered)
+        self._run(
+            step, given, hidden, residual=hidden, statistics_out=statistics,
+            scaled=residual.scaled_for(reader),
+        )  # fmt: skip
+        return statistics
+
+    def _beside(
+        self, shared: SharedExperts, step: Step, given: Tensor, reader: Norm | None
+    ) -> Tensor | None:
+        """:meth:`__call__` with shared experts that are not among the others."""
+        residual, hidden = step.residual, step.residual.hidden
+        activated = None
+        if _has_shared_experts(self._mlp):
+            activated = shared.activated(residual, given)
+        if self._sums is None:
+            assert activated is not None
+            self._run(step, given, hidden, residual=hidden)
+            return shared.add(activated, residual, reader)
+        partial = self._sums.partial(residual)
+        self._run(step, given, partial)
+        if activated is not None:
+            shared.add(activated, Residual(residual.workspace, partial), None)
+        return self._sums.add(partial, None, residual, reader, self._where)
+
+    def _run(self, step: Step, given: Tensor, out: Tensor, **options: Any) -> None:
+        """The kernels of experts, see :class:`~megatron_async.kernels.moe.decode.MoeDecode`."""
+        context, hidden = step.context, step.residual.hidden
+        # Keys and values of dead rows go to the null block, the first.
+        live = Live(context.slot_mapping, context.block_size_tokens)
         self._kernels(
-            self._weights(), hidden, given, self.norm.eps, hidden, live=live, residual=hidden,
-            statistics_out=statistics, scaled=residual.scaled_for(reader),
-            one_launch=context.grids_may_wait,
+            self._weights(), hidden, given, self.norm.eps, out, live=live,
+            one_launch=context.grids_may_wait, **options,
         )  # fmt: skip
         self._leave(hidden.shape[0])
-        return statistics
 
     def _leave(self, rows: int) -> None:
         """Hand out the experts that the kernels have chosen, if somebody wants them."""
@@ -243,7 +283,7 @@ class MoeBlock:
             (self.norm.weight, self.norm.bias), router.weight, w1, w2, router.bias,
             router.expert_bias, b1, b2, w1_scale=w1_scale, w2_scale=w2_scale,
         )  # fmt: skip
-        if not _has_shared_experts(mlp):
+        if not _shares_among(mlp):
             return weights
         return weights._replace(
             shared_w1=shared.linear_fc1.weight,
@@ -256,12 +296,17 @@ class MoeBlock:
     def statistic_rows(self, rows: int) -> int | None:
         """Elements that one partial statistic at the end of the block covers, if its kernels emit
         any."""
-        return self._kernels.statistic_rows(rows) if self._sums is None else None
+        if self._sums is not None:
+            return None
+        emits = self._kernels if self._shared is None else self._shared
+        return emits.statistic_rows(rows)
 
     def work(self, rows: int, context: Any, reader: Norm | None) -> Iterator[Work]:
         """What is compiled ahead; Triton compiles at the first call."""
-        gate = _has_shared_experts(self._mlp) and self._mlp.shared_experts.gate_weight is not None
+        gate = _shares_among(self._mlp) and self._mlp.shared_experts.gate_weight is not None
         yield from self._kernels.work(rows, gate=gate, one_launch=context.grids_may_wait)
+        if self._shared is not None:
+            yield from self._shared.work(padded(rows), reader if self._sums is None else None)
         if self._sums is not None:
             yield from self._sums.work(padded(rows), reader)
 
@@ -269,7 +314,7 @@ class MoeBlock:
 def _shape_of(mlp: Any, norm: Norm) -> MoeShape:
     held, hidden, inner = meant_shape(mlp.kept_weights.w2)
     shared, count = mlp.shared_experts, 0
-    if _has_shared_experts(mlp):
+    if _shares_among(mlp):
         count = shared.linear_fc2.weight.shape[1] // inner
     begin = 0 if mlp.ranks is None else mlp.ranks.expert_rank * held
     columns = {
@@ -291,3 +336,8 @@ def _has_shared_experts(mlp: Any) -> bool:
         return False
     ranks = mlp.ranks
     return ranks is None or bool(ranks.expert_rank < ranks.layout.tensor)
+
+
+def _shares_among(mlp: Any) -> bool:
+    """Whether this rank's shared experts are computed as experts that each row has."""
+    return _has_shared_experts(mlp) and not linears_apart(mlp)
