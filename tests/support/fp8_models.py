@@ -120,3 +120,18 @@ def kept_bytes(model: Module) -> dict[str, Tensor]:
     """All that a model keeps, scales too, as bytes."""
     both = (*model.named_parameters(), *model.named_buffers())
     return {name: each.detach().contiguous().view(torch.uint8) for name, each in both}
+
+
+def cache_scales(path: Path | str) -> Tensor:
+    """Those that the FP8 cache of an engine over a model starts with, or over this stage of it."""
+    from megatron_async.checkpoint import load_pretrained
+    from megatron_async.models.gpt_network import GPTNetwork
+    from megatron_async.runner.memory.cache_scales import choose_scales
+    from megatron_async.runner.memory.whole_prompts import batch_of_prompts
+
+    model = load_pretrained(path).model
+    network = GPTNetwork(model, kv_cache_dtype=torch.float8_e4m3fn, batch_invariant=True)
+    batch = batch_of_prompts(network, network.kv_cache_spec.decoder, [1], batch_invariant=True)
+    choose_scales(network, batch)
+    assert batch.scales is not None
+    return batch.scales

@@ -7,7 +7,6 @@ says the scale. What is larger later, by more than the room that is left, is cut
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +16,6 @@ from megatron_async.kernels.attention.e4m3_cache import nearest_above, scales_of
 from megatron_async.runner.memory.forward_batch import ForwardBatch
 from megatron_async.runner.memory.whole_prompts import batch_of_prompts, forward_prompts
 
-logger = logging.getLogger(__name__)
-
 TOKENS = 256
 SPREAD = 2654435761
 """Knuth's multiplicative hash: ids from all of the vocabulary."""
@@ -26,13 +23,10 @@ SPREAD = 2654435761
 
 @torch.no_grad()
 def choose_scales(network: Any, batch: ForwardBatch) -> None:
-    """Fill ``batch.scales``, before anything is kept. Layers that draft, and all layers of a model
-    with pipeline stages, keep scales of 1."""
+    """Fill ``batch.scales``, before anything is kept; of a model's ranks all call it at once, since
+    the tokens go through all stages. Layers that draft keep scales of 1."""
     scales = batch.scales
     if scales is None or not scales.numel():
-        return
-    if network.parallel is not None and network.parallel.layout.pipeline > 1:
-        logger.warning("the FP8 KV cache has scales of 1, since the model has pipeline stages")
         return
     spec = replace(network.kv_cache_spec.decoder, kept=None)
     stored = getattr(network.model, "stored_cache_scales", None)
