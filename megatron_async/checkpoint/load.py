@@ -310,11 +310,12 @@ def load_pretrained(
             description.config.vocab_size, None if tokenizer is None else tokenizer.vocab_size
         )
     if not allow_non_finite_weights:
-        checked = ((n, p, p.dtype) for n, p in model.named_parameters())
-        check_finite(str(path), checked)
+        check_finite(str(path), ((n, p, p.dtype) for n, p in model.named_parameters()))
         if quantization is not None:
+            from megatron_async.checkpoint.quantized.kept import check_products
             from megatron_async.models.quantized.mxfp4 import scales_of
 
+            check_products(str(path), model)
             check_finite(str(path), scales_of(model))
     return Pretrained(
         model=model.eval().requires_grad_(False),

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from megatron_async.checkpoint.huggingface.expert_weights import ExpertNames
 from megatron_async.checkpoint.huggingface.field_table import MXFP4, TABLE
 from megatron_async.checkpoint.huggingface.rope_fields import rope
+from megatron_async.checkpoint.quantized import FIELD, FORMER_FIELD, quantization_of
 from megatron_async.checkpoint.reading.fields import Fields
 from megatron_async.models.description.config import ModelConfig
 
@@ -181,7 +182,7 @@ def common(family: Family, fields: Fields) -> dict[str, Any]:
 
 
 def _check_quantization(family: Family, fields: Fields) -> None:
-    found = fields.values.get("quantization_config")
+    found = quantization_of(fields.values)
     if found is None:
         return
     from megatron_async.checkpoint.quantized.scheme import METHODS, knows, scheme_of
@@ -193,9 +194,8 @@ def _check_quantization(family: Family, fields: Fields) -> None:
     if method is None or method != family.quantization:
         methods = [*METHODS, *([] if family.quantization is None else [family.quantization])]
         known = ", ".join(map(repr, methods))
-        raise fields.unsupported(
-            "quantization_config", f"unquantized weights, or quant_method {known}"
-        )
+        name = FIELD if fields.values.get(FIELD) is not None else FORMER_FIELD
+        raise fields.unsupported(name, f"unquantized weights, or quant_method {known}")
     if isinstance(found, dict):
         MXFP4.check(found, of="quantization_config")
 

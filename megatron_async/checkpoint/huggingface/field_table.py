@@ -9,7 +9,8 @@ from __future__ import annotations
 from megatron_async.checkpoint.reading.field_uses import FieldUses
 
 LIBRARY = FieldUses.of(
-    heeded="architectures model_type dtype torch_dtype quantization_config eos_token_id is_causal",
+    heeded="architectures model_type dtype torch_dtype quantization_config compression_config "
+    "eos_token_id is_causal",
     neutral="transformers_version auto_map name_or_path bos_token_id pad_token_id sep_token_id "
     "decoder_start_token_id tokenizer_class use_cache return_dict return_dict_in_generate "
     "output_attentions output_hidden_states output_scores torchscript id2label label2id "
@@ -22,7 +23,6 @@ LIBRARY = FieldUses.of(
     per_layer_config=({},),
     transformers_weights=(),
     quantization=(),
-    compression_config=(),
 )
 """What transformers takes for every type, and where others say how weights are quantized."""
 MXFP4 = FieldUses.of("quant_method", "modules_to_not_convert dequantize")

@@ -372,10 +372,7 @@ def load_weights(directory: Path, config: ModelConfig, model: torch.nn.Module) -
     if not is_plain(directory, values):
         from megatron_async.checkpoint.quantized.cache_scales import read_cache_scales
 
-        scales = read_cache_scales(stored_headers(directory), config.num_layers)
-        stage = Stage.of(model)
-        if scales is not None and stage.stages > 1:
-            scales = scales[stage.first : stage.first + stage.layers]
+        scales = read_cache_scales(stored_headers(directory), config.num_layers, Stage.of(model))
         vars(model)["stored_cache_scales"] = scales
 
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from megatron_async.checkpoint.targets import Target
 
 FIELD = "quantization_config"
+FORMER_FIELD = "compression_config"
+"""What compressed-tensors wrote before."""
 MODELOPT_FILE = "hf_quant_config.json"
 PACKED_END = "_blocks"
 """How the names of numbers end that are stored as MXFP4."""
@@ -22,10 +24,16 @@ _KEPT = ("torch.float8_e4m3fn", "torch.uint8")
 Targets = TypeVar("Targets", bound="Mapping[str, Target]")
 
 
+def quantization_of(values: Mapping[str, Any]) -> Any:
+    """What a ``config.json`` with ``values`` says of quantized weights; None for nothing."""
+    found = values.get(FIELD)
+    return values.get(FORMER_FIELD) if found is None else found
+
+
 def is_plain(directory: Path, values: Mapping[str, Any]) -> bool:
     """Whether nothing says that weights of ``directory`` are quantized, whose ``config.json`` has
     ``values``."""
-    return values.get(FIELD) is None and not (directory / MODELOPT_FILE).exists()
+    return quantization_of(values) is None and not (directory / MODELOPT_FILE).exists()
 
 
 def kept_weights(weights: SafetensorsWeights, model: Any) -> SafetensorsWeights:

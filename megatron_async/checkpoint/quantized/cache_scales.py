@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.checkpoint.quantized.fp8 import check_scale, read_tensors
+from megatron_async.checkpoint.targets import Stage
 
 if TYPE_CHECKING:
     from megatron_async.checkpoint.reading.files import StoredTensor
@@ -23,9 +24,14 @@ _NAME = re.compile(
 )
 
 
-def read_cache_scales(stored: Mapping[str, StoredTensor], layers: int) -> Tensor | None:
-    """Fp32 ``[layers, 2]`` of keys and values; None if there are none, or, with a warning, not one
-    for each layer.
+def read_cache_scales(
+    stored: Mapping[str, StoredTensor], layers: int, stage: Stage
+) -> Tensor | None:
+    """Fp32 ``[layers of this stage, 2]`` of keys and values; None if there are none, or, with a
+    warning, not one for each layer.
+
+    Args:
+        layers: of the whole model.
 
     Raises:
         CheckpointError: one is zero, negative, subnormal or not finite.
@@ -53,4 +59,4 @@ def read_cache_scales(stored: Mapping[str, StoredTensor], layers: int) -> Tensor
     scales = torch.empty(layers, 2, dtype=torch.float32)
     for (layer, kind), name in names.items():
         scales[layer, kind] = values[name].float().reshape(())
-    return scales
+    return scales if stage.stages == 1 else scales[stage.first : stage.first + stage.layers]

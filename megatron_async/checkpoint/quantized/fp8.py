@@ -30,6 +30,7 @@ BLOCK = (128, 128)
 """The rows and columns that share a scale of the first name, where nothing says how many."""
 NEUTRAL = (
     "input_scale", "output_scale", "activation_scale", "q_scale", "k_scale", "v_scale",
+    "prob_scale",
 )  # fmt: skip
 """Scales of what is computed and not stored: activations and KV caches stay as they are."""
 

@@ -19,9 +19,11 @@ from megatron_async.checkpoint.quantized.fp8 import Fp8Target
 from megatron_async.checkpoint.quantized.packed import kept_target
 from megatron_async.checkpoint.reading.files import SafetensorsWeights
 from megatron_async.checkpoint.targets import Target
+from megatron_async.errors import CheckpointError
 from megatron_async.models.quantized.linear import keep, quantizable, quantized
 from megatron_async.models.quantized.values import (
     E4M3,
+    LARGEST,
     columns_of,
     is_packed,
     quantize,
@@ -37,14 +39,16 @@ class QuantizedTarget(Target):
 
     Args:
         scales: those of the view, fp32 ``[..., groups]``.
+        served: what values are multiplied out to.
     """
 
     scales: Tensor
+    served: torch.dtype
 
     @property
     def dtype(self) -> torch.dtype:
-        """What values are before they are quantized."""
-        return torch.float32
+        """That the values must be finite in: no product of what is kept is larger."""
+        return self.served
 
     def copy_from(self, stored: Tensor) -> None:
         """Quantize it into the view, each group by its own largest value."""
@@ -156,8 +160,12 @@ def keep_rows(model: Any) -> None:
 
 
 def with_kept(targets: Names, model: Any) -> Names | dict[str, Target]:
-    """``targets``, with others for weights that ``model`` keeps as e4m3 or as MXFP4."""
-    layers = quantized(model)
+    """``targets``, with others for weights that ``model`` keeps as e4m3 or as MXFP4.
+
+    Raises:
+        CheckpointError: scales are so large that products with them may be infinite.
+    """
+    layers, served = quantized(model), model.config.params_dtype
     if not layers:
         return targets
     found = dict(targets)
@@ -172,8 +180,29 @@ def with_kept(targets: Names, model: Any) -> Names | dict[str, Target]:
             continue
         scales = scales_at(target.view, layer.weight, layer.weight_scale)
         assert scales is not None, f"{name}: parts of rows were to be kept"
-        found[name] = _kept(target, scales)
+        if isinstance(target, Fp8Target):
+            _check_products(name, target.scale, served)
+        found[name] = _kept(target, scales, served)
     return found
+
+
+def check_products(where: str, model: Any) -> None:
+    """Raises CheckpointError, which begins with ``where``, if a layer of ``model`` keeps e4m3 with
+    scales so large that products with them may be infinite."""
+    for name, layer in quantized(model).items():
+        if layer.weight.dtype == E4M3:
+            _check_products(
+                f"{where}: {name}.weight", layer.weight_scale, model.config.params_dtype
+            )
+
+
+def _check_products(name: str, scale: Tensor, served: torch.dtype) -> None:
+    largest = scale.float().max()
+    if not bool((largest * LARGEST).to(served).isfinite()):
+        raise CheckpointError(
+            f"{name}: a scale of {float(largest):g} makes numbers of up to {LARGEST:g} NaN or "
+            f"infinite as {str(served).removeprefix('torch.')}; quantize the model again"
+        )
 
 
 def with_kept_weights(weights: SafetensorsWeights, model: Any) -> SafetensorsWeights:
@@ -181,7 +210,7 @@ def with_kept_weights(weights: SafetensorsWeights, model: Any) -> SafetensorsWei
     return replace(weights, targets=dict(with_kept(weights.targets, model)))
 
 
-def _kept(target: Target, scales: Tensor) -> Target:
+def _kept(target: Target, scales: Tensor, served: torch.dtype) -> Target:
     if isinstance(target, Fp8Target):
         block = None if target.scale.numel() == 1 else target.block
         columns = target.view.shape[-1] // scales.shape[-1]
@@ -190,7 +219,7 @@ def _kept(target: Target, scales: Tensor) -> Target:
             target.view, target.shape, target.select, scale=target.scale, block=target.block,
             scales=scales,
         )  # fmt: skip
-    return QuantizedTarget(target.view, target.shape, target.select, scales=scales)
+    return QuantizedTarget(target.view, target.shape, target.select, scales=scales, served=served)
 
 
 def _groups(k: int, targets: Iterable[Target]) -> int | None:

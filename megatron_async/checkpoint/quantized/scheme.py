@@ -8,12 +8,13 @@ matters where they are to be quantized (``input_scales.py``): else they stay as 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from megatron_async.checkpoint.quantized import FIELD, MODELOPT_FILE
+from megatron_async.checkpoint.quantized import FIELD, MODELOPT_FILE, quantization_of
 from megatron_async.checkpoint.quantized.fp8 import fp8_targets, or_scales_of
 from megatron_async.checkpoint.reading.field_uses import FieldUses
 from megatron_async.checkpoint.reading.files import SafetensorsWeights, StoredTensor
@@ -33,7 +34,7 @@ _COMPRESSED = FieldUses.of(
     "quant_method config_groups sparsity_config",
     "ignore kv_cache_scheme version global_compression_ratio quantization_status run_compressed "
     "dequantize",
-    format=("float-quantized", "naive-quantized"),
+    format=("float-quantized", "naive-quantized", "mixed-precision"),
     transform_config=({},),
 )
 _GROUP = FieldUses.of(
@@ -77,7 +78,7 @@ def read_scheme(directory: Path, values: Mapping[str, Any]) -> Fp8Scheme | None:
     Raises:
         CheckpointError: see :func:`scheme_of`; ModelOpt's file is no regular one, or no JSON.
     """
-    found, path = values.get(FIELD), directory / MODELOPT_FILE
+    found, path = quantization_of(values), directory / MODELOPT_FILE
     if found is not None or not is_regular_file(path):
         return scheme_of(found) if knows(found) else None
     inner = read_json(path).get("quantization")
@@ -142,6 +143,9 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Fp8Scheme:
 
 
 def _modelopt(found: Mapping[str, Any]) -> Fp8Scheme:
+    inner = found.get("quantization")  # as in its own file
+    if isinstance(inner, dict):
+        found = inner
     _MODELOPT.check(found, of=FIELD)
     algorithm = found.get("quant_algo")
     if algorithm not in _ALGORITHMS:
@@ -175,10 +179,16 @@ def _of_groups(groups: Any) -> Fp8Scheme:
 def _block_of(name: str, value: Any) -> tuple[int, int] | None:
     if value is None:
         return None
-    sizes = value if isinstance(value, list) else []
+    sizes = value if isinstance(value, list) else _sizes_of(value)
     if len(sizes) != 2 or not all(type(n) is int and 1 <= n <= _LARGEST_BLOCK for n in sizes):
         raise _unsupported(name, value, f"two sizes of 1 to {_LARGEST_BLOCK}")
     return sizes[0], sizes[1]
+
+
+def _sizes_of(value: Any) -> list[int]:
+    """Those of "128x128", as compressed-tensors wrote them before; none of anything else."""
+    found = re.fullmatch(r"([0-9]{1,6})x([0-9]{1,6})", value) if isinstance(value, str) else None
+    return [] if found is None else [int(size) for size in found.groups()]
 
 
 def _unsupported(name: str, value: Any, supported: str) -> CheckpointError:

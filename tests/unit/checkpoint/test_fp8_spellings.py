@@ -1,0 +1,155 @@
+"""Further ways in which directories say that they are FP8, and scales that are too large."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_async.checkpoint import load_pretrained
+from megatron_async.errors import CheckpointError
+from megatron_async.models.quantized.linear import quantized, weight_of
+from megatron_async.weights.place import read_weights
+from tests.support.fp8_models import BLOCK, MODELOPT, compressed, kept_bytes, write
+from tests.support.huggingface_models import random_model
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("plain")
+    torch.manual_seed(0)
+    for name in ("llama", "qwen3_moe", "deepseek_v2"):
+        random_model(name).save_pretrained(root / name)
+    return root
+
+
+def rewrite(path: Path, field: str, config: dict[str, Any]) -> None:
+    values = json.loads((path / "config.json").read_text())
+    values.pop("quantization_config")
+    (path / "config.json").write_text(json.dumps({**values, field: config}))
+
+
+def values_of(model: Any) -> dict[str, Tensor]:
+    layers = quantized(model).items()
+    values = {name: each.detach() for name, each in model.named_parameters()}
+    return values | {f"{name}.weight": weight_of(m, torch.float32) for name, m in layers}
+
+
+def mixed(of_group: dict[str, Any]) -> dict[str, Any]:
+    """Two groups that say their format themselves."""
+    config = compressed("channel")
+    group = {**config["config_groups"]["group_0"], "format": "float-quantized"}
+    groups = {"group_0": group, "group_1": {**group, "targets": ["re:.*lm_head"], **of_group}}
+    return {**config, "format": "mixed-precision", "config_groups": groups}
+
+
+OWN = {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "exclude_modules": ["lm_head"]}
+SPELLINGS = {
+    "former field": ("deepseek_v2", "compressed-tensor", "compression_config",
+                     compressed("tensor")),
+    "sizes in one word": ("qwen3_moe", "compressed-block", "quantization_config",
+                          compressed("block", block_structure=f"{BLOCK[0]}x{BLOCK[1]}")),
+    "ModelOpt's own file inside": ("llama", "modelopt-channel", "quantization_config",
+                                   {"quant_method": "modelopt", "quantization": OWN}),
+    "formats of groups": ("qwen3_moe", "compressed-channel", "quantization_config", mixed({})),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("quantization", (None, "fp8"))
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_other_spellings_are_read(
+    spelling: str, quantization: str | None, plain: Path, tmp_path: Path
+) -> None:
+    model, kind, field, config = SPELLINGS[spelling]
+    path = write(tmp_path / "model", plain / model, kind)
+    rewrite(path, field, config)
+    found = values_of(load_pretrained(path, quantization=quantization).model)
+    meant = values_of(load_pretrained(path / "meant").model)
+    assert not [name for name in meant if not found[name].equal(meant[name])]
+
+
+@pytest.mark.parametrize(
+    ("field", "config", "message"),
+    [
+        ("compression_config", {"format": "float-quantized"}, "compression_config=.*not supported"),
+        ("compression_config", compressed("group"), "strategy='group' is not supported"),
+        ("quantization_config", compressed("block", block_structure="48x"), "two sizes of 1 to"),
+        ("quantization_config", compressed("block", block_structure="0x32"), "two sizes of 1 to"),
+        ("quantization_config", mixed({"format": "nvfp4-pack-quantized"}), "format='nvfp4-pack"),
+        ("quantization_config", {**MODELOPT, "quantization": {"quant_algo": "NVFP4"}}, "'NVFP4'"),
+    ],
+)
+def test_what_they_ask_for_besides_is_refused(
+    field: str, config: dict[str, Any], message: str, plain: Path, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "model", plain / "llama", "compressed-channel")
+    rewrite(path, field, config)
+    with pytest.raises(CheckpointError, match=message):
+        load_pretrained(path, quantization="fp8")
+
+
+NAME = "model.layers.0.self_attn.o_proj.weight"
+
+
+def edit(path: Path, name: str, change: Callable[[Tensor], Tensor]) -> None:
+    tensors = load_file(path / "model.safetensors")
+    tensors[name] = change(tensors[name])
+    save_file(tensors, path / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale", "dtype"),
+    [
+        ("compressed-channel", 3.3e38, torch.float32),
+        ("deepseek", 2e36, torch.bfloat16),
+        ("compressed-tensor", 150.0, torch.float16),
+    ],
+)
+def test_scales_whose_products_are_infinite_are_refused(
+    kind: str, scale: float, dtype: torch.dtype, plain: Path, tmp_path: Path
+) -> None:
+    """The numbers themselves are finite, and so are the scales."""
+    path = write(tmp_path / "model", plain / "llama", kind)
+    served = load_pretrained(path, dtype=dtype, quantization="fp8").model
+    rows = load_pretrained(plain / "llama", dtype=dtype, quantization="fp8").model
+    suffix = "_scale_inv" if kind == "deepseek" else "_scale"
+    edit(path, NAME + suffix, lambda found: torch.full_like(found, scale))
+    message = rf"o_proj.weight: a scale of .* NaN or infinite as {str(dtype)[6:]}"
+    with pytest.raises(CheckpointError, match=message):
+        load_pretrained(path, dtype=dtype, quantization="fp8")
+    for model in (served, rows):
+        before = {name: each.clone() for name, each in kept_bytes(model).items()}
+        with pytest.raises(CheckpointError, match=message):
+            read_weights(model, path)
+        assert all(each.equal(before[name]) for name, each in kept_bytes(model).items())
+
+
+def test_weights_that_are_infinite_in_the_models_dtype_are_refused(
+    plain: Path, tmp_path: Path
+) -> None:
+    """As without quantization: what e4m3 with a scale keeps would be infinite when it is used."""
+    (tmp_path / "config.json").write_text((plain / "llama" / "config.json").read_text())
+    tensors = load_file(plain / "llama" / "model.safetensors")
+    save_file(tensors, tmp_path / "model.safetensors")
+    served = load_pretrained(tmp_path, dtype=torch.float16, quantization="fp8").model
+    before = {name: each.clone() for name, each in kept_bytes(served).items()}
+    for value, fits in ((65504.0, True), (7e4, False)):
+        tensors[NAME][3, 5] = value
+        save_file(tensors, tmp_path / "model.safetensors")
+        if fits:
+            found = load_pretrained(tmp_path, dtype=torch.float16, quantization="fp8").model
+            layer = quantized(found)["decoder.layers.0.self_attention.linear_proj"]
+            assert weight_of(layer, torch.float16)[3, 5] == value
+            continue
+        with pytest.raises(CheckpointError, match=r"linear_proj.weight: .* infinite as float16"):
+            load_pretrained(tmp_path, dtype=torch.float16, quantization="fp8")
+        for new in (tmp_path, tensors):
+            with pytest.raises(CheckpointError, match=r"o_proj.weight has 1 of .* NaN or infinite"):
+                read_weights(served, new)
+    assert all(each.equal(before[name]) for name, each in kept_bytes(served).items())
