@@ -87,7 +87,7 @@ def load_share(path: str | Path, config: EngineConfig, device: torch.device) -> 
             dtype=dtype or network.kv_cache_spec.dtype,
             allow_non_finite_weights=config.allow_non_finite_weights,
         )
-        draft = network_over(drafting.model, dataclasses.replace(config, kv_cache_dtype=None))
+        draft = network_over(drafting.model, config)
         check_same_vocabulary(pretrained.config, pretrained.tokenizer, drafting)
     return ServedModel(
         network=network,
@@ -112,15 +112,14 @@ def network_over(model: Any, config: EngineConfig) -> GPTNetwork:
 def for_config(model: ServedModel, config: EngineConfig) -> ServedModel:
     """The same weights for another configuration."""
 
-    def over(network: Network, config: EngineConfig) -> Network:
+    def over(network: Network) -> Network:
         return network_over(network.model, config) if isinstance(network, GPTNetwork) else network
 
     draft = None if config.draft_model is None else model.draft
-    of_draft = dataclasses.replace(config, kv_cache_dtype=None)  # it keeps what it computes
     return dataclasses.replace(
         model,
-        network=over(model.network, config),
-        draft=None if draft is None else over(draft, of_draft),
+        network=over(model.network),
+        draft=None if draft is None else over(draft),
         sampling_defaults=model.sampling_defaults if config.generation_config else None,
     )
 

@@ -35,6 +35,10 @@ class ModelDrafter:
     def __init__(self, network: Any, batch: ForwardBatch) -> None:
         self._network = network
         self._batch = batch.beside(network.kv_cache_spec.decoder)
+        if self._batch.scales is not None:
+            from megatron_async.runner.memory.cache_scales import choose_scales
+
+            choose_scales(network, self._batch)
         self._state = batch.slots
         limits = (network.max_sequence_length, network.rotation_limit)
         self._limit = min((n for n in limits if n is not None), default=MAX_COUNT)
