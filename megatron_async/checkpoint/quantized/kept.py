@@ -212,9 +212,7 @@ def with_kept_weights(weights: SafetensorsWeights, model: Any) -> SafetensorsWei
 
 def _kept(target: Target, scales: Tensor, served: torch.dtype) -> Target:
     if isinstance(target, Fp8Target):
-        block = None if target.scale.numel() == 1 else target.block
-        columns = target.view.shape[-1] // scales.shape[-1]
-        fits = block is None or block[1] % columns == 0
+        fits = have_one_scale(target, target.view.shape[-1] // scales.shape[-1])
         return (KeptTarget if fits else RequantizedTarget)(
             target.view, target.shape, target.select, scale=target.scale, block=target.block,
             scales=scales,
@@ -234,7 +232,34 @@ def _groups(k: int, targets: Iterable[Target]) -> int | None:
             if fewer is None:
                 return None
             columns = math.gcd(columns, fewer)
-    return k // columns if found else None
+    fit = all(isinstance(each, Fp8Target) and have_one_scale(each, columns) for each in found)
+    return k // columns if found and fit else None
+
+
+def have_one_scale(target: Fp8Target, columns: int) -> bool:
+    """Whether ``columns`` neighbours in a row of the view have one of the stored scales: not where
+    the stored weight is transposed."""
+    if target.scale.numel() == 1:
+        return True
+    rows, k = target.shape
+    numbers = torch.arange(rows, dtype=torch.int32)[:, None].expand(rows, k)
+    if not _are_same(target.select(numbers), columns):
+        return False
+    if target.block is None:
+        return True
+    numbers = (torch.arange(k, dtype=torch.int32) // target.block[1]).expand(rows, k)
+    return _are_same(target.select(numbers), columns)
+
+
+def _are_same(numbers: Tensor, columns: int) -> bool:
+    """Whether each ``columns`` neighbours of ``numbers [..., k]``, which may be expanded, are."""
+    if numbers.stride(-1) == 0:
+        return True
+    for dimension in range(numbers.dim() - 1):
+        if numbers.stride(dimension) == 0:
+            numbers = numbers.narrow(dimension, 0, 1)
+    groups = numbers.unflatten(-1, (-1, columns))
+    return bool((groups == groups[..., :1]).all())
 
 
 def _are_rows(weight: Tensor, targets: Iterable[Target]) -> bool:

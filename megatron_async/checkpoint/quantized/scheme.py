@@ -186,7 +186,7 @@ def _block_of(name: str, value: Any) -> tuple[int, int] | None:
 
 
 def _sizes_of(value: Any) -> list[int]:
-    """Those of "128x128", as compressed-tensors wrote them before; none of anything else."""
+    """Sizes like "128x128", as compressed-tensors wrote them before; none of anything else."""
     found = re.fullmatch(r"([0-9]{1,6})x([0-9]{1,6})", value) if isinstance(value, str) else None
     return [] if found is None else [int(size) for size in found.groups()]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,15 @@ from megatron_async.checkpoint import load_pretrained
 from megatron_async.errors import CheckpointError
 from megatron_async.models.quantized.linear import quantized, weight_of
 from megatron_async.weights.place import read_weights
-from tests.support.fp8_models import BLOCK, MODELOPT, compressed, kept_bytes, write
+from tests.support.fp8_models import (
+    BLOCK,
+    FORMATS,
+    MODELOPT,
+    compressed,
+    kept_bytes,
+    set_config,
+    write,
+)
 from tests.support.huggingface_models import random_model
 
 
@@ -153,3 +162,37 @@ def test_weights_that_are_infinite_in_the_models_dtype_are_refused(
             with pytest.raises(CheckpointError, match=r"o_proj.weight has 1 of .* NaN or infinite"):
                 read_weights(served, new)
     assert all(each.equal(before[name]) for name, each in kept_bytes(served).items())
+
+
+@pytest.mark.parametrize("kind", ("compressed-channel", "deepseek", "modelopt"))
+def test_scales_of_weights_that_are_stored_transposed(kind: str, tmp_path: Path) -> None:
+    """GPT-2's have a scale for each input, or for blocks that lie across: rows of the model have
+    none of their own, unless one is for all. Such were taken for those of rows."""
+    torch.manual_seed(3)
+    random_model("gpt2").save_pretrained(tmp_path / "plain")
+    config, suffix, quantize = FORMATS[kind]
+    shutil.copytree(tmp_path / "plain", tmp_path / "meant")
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    meant = dict(tensors)
+    for name in [name for name in tensors if name.endswith(("c_proj.weight", "c_fc.weight"))]:
+        scale, wide = quantize(tensors[name])
+        tensors[name] = (tensors[name] / wide).to(torch.float8_e4m3fn)
+        meant[name] = tensors[name].float() * wide
+        tensors[f"{name}{suffix}"] = scale.clone()
+    save_file(meant, tmp_path / "meant" / "model.safetensors")
+    served = load_pretrained(tmp_path / "plain", quantization="fp8").model
+    path = tmp_path / "model"
+    shutil.copytree(tmp_path / "plain", path)
+    save_file(tensors, path / "model.safetensors")
+    set_config(path, config)
+    wanted = values_of(load_pretrained(tmp_path / "meant").model)
+    found = load_pretrained(path, quantization="fp8").model
+    assert not [n for n, each in values_of(found).items() if not each.equal(wanted[n])]
+    assert len(quantized(found)) == (6 if kind == "modelopt" else 0)
+    read_weights(served, path)()
+    again = values_of(load_pretrained(tmp_path / "meant", quantization="fp8").model)
+    for name, each in values_of(served).items():
+        if kind == "modelopt":
+            assert each.equal(wanted[name] if name in wanted and "qkv" not in name else again[name])
+        else:
+            assert each.equal(again[name]), name
