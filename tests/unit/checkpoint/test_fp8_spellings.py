@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_async.checkpoint import load_pretrained
+from megatron_async.checkpoint.quantized.fp8 import Fp8Target
+from megatron_async.checkpoint.quantized.kept import have_one_scale
 from megatron_async.errors import CheckpointError
 from megatron_async.models.quantized.linear import quantized, weight_of
 from megatron_async.weights.place import read_weights
@@ -27,6 +30,7 @@ from tests.support.fp8_models import (
     write,
 )
 from tests.support.huggingface_models import random_model
+from tests.unit.checkpoint.test_checkpoint_mtp import write_mimo
 
 
 @pytest.fixture(scope="module")
@@ -196,3 +200,57 @@ def test_scales_of_weights_that_are_stored_transposed(kind: str, tmp_path: Path)
             assert each.equal(wanted[name] if name in wanted and "qkv" not in name else again[name])
         else:
             assert each.equal(again[name]), name
+
+
+@pytest.mark.parametrize("columns", (16, 32, None))
+def test_projections_of_drafts_whose_halves_are_swapped(
+    columns: int | None, tmp_path: Path
+) -> None:
+    """MiMo stores the columns of the hidden state first, and megatron those of the embedding."""
+    write_mimo(tmp_path / "plain", 5)
+    shutil.copytree(tmp_path / "plain", tmp_path / "model")
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    meant = dict(tensors)
+    for name in [name for name in tensors if name.endswith("input_proj.weight")]:
+        blocks = tensors[name].split(columns or 64, 1)
+        scale = torch.stack([each.abs().amax(1) / 448 for each in blocks], 1)
+        wide = scale.repeat_interleave(columns or 64, 1)[:, :64]
+        tensors[name] = (tensors[name] / wide).to(torch.float8_e4m3fn)
+        meant[name] = tensors[name].float() * wide
+        tensors[f"{name}_scale"] = scale
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    save_file(meant, tmp_path / "plain" / "model.safetensors")
+    block = compressed("block", block_structure=[1, columns])
+    set_config(tmp_path / "model", compressed("channel") if columns is None else block)
+    wanted = values_of(load_pretrained(tmp_path / "plain").model)
+    found = load_pretrained(tmp_path / "model", quantization="fp8").model
+    assert not [n for n, each in values_of(found).items() if not each.equal(wanted[n])]
+    kept = {name.rpartition(".")[2] for name in quantized(found)}
+    assert kept == ({"eh_proj"} if columns in (32, None) else set())
+
+
+def halves_swapped(stored: Tensor) -> Tensor:
+    return torch.cat(stored.chunk(2, 1)[::-1], 1)
+
+
+@pytest.mark.parametrize(
+    ("k", "block", "select", "fits"),
+    [
+        (192, (1, 64), halves_swapped, False),  # one lies across both halves
+        (256, (1, 64), halves_swapped, True),
+        (192, (1, 64), lambda stored: stored, True),
+        (192, (2, 64), lambda stored: stored.flip(0), True),
+        (192, (2, 64), lambda stored: stored[1:4], True),
+        (192, (1, 64), lambda stored: stored.unflatten(0, (2, -1)).transpose(0, 1), True),
+        (192, None, lambda stored: stored.t(), False),
+        (192, None, halves_swapped, True),
+    ],
+)
+def test_neighbours_in_the_model_have_one_scale(
+    k: int, block: tuple[int, int] | None, select: Any, fits: bool
+) -> None:
+    scale = torch.ones(6, 1) if block is None else torch.ones(6 // block[0], k // block[1])
+    target = Fp8Target(torch.empty(6, k), (6, k), select, scale=scale, block=block)
+    assert have_one_scale(target, 64 if block is not None else 6) == fits
+    whole = dataclasses.replace(target, scale=torch.ones(1))
+    assert have_one_scale(whole, 64)
