@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.support.child_environment import child_environment
@@ -39,6 +40,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_each_stage_has_the_scales_of_its_layers(tmp_path: Path) -> None:
     """Chosen by tokens that go through all stages, or brought by a checkpoint."""
     stored = {(0, "k"): 0.03, (0, "v"): 0.5, (1, "k"): 0.26, (1, "v"): 3.0}
