@@ -45,6 +45,12 @@ def multiply_out(weight: Tensor, scale: Tensor, block: tuple[int, int] | None) -
     return wide * of_rows.repeat_interleave(block[1], 1)[:, :columns]
 
 
+def by_block(scale: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of scales without what ModelOpt has in it for a block's own rows and columns."""
+    is_modelopts = len(scale) == 4 and scale[1] == scale[3] == 1
+    return (scale[0], scale[2]) if is_modelopts else scale
+
+
 def check_shape(
     name: str, weight: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int] | None
 ) -> None:
@@ -146,16 +152,17 @@ def fp8_targets(
         for name, scale_name in scales.items()
     }
     for name, scale_name in scales.items():  # before any is read: they may be as large as a file
-        check_shape(name, stored[name].shape, stored[scale_name].shape, blocks[name])
+        check_shape(name, stored[name].shape, by_block(stored[scale_name].shape), blocks[name])
     values = read_tensors(scales.values(), stored)
     for name, scale_name in scales.items():
         of_name, scale = blocks[name], values[scale_name]
         check_scale(scale_name, scale)
         target = targets[name]
+        found[scale_name] = ScaleTarget(scale, tuple(scale.shape))
+        scale = scale.reshape(by_block(tuple(scale.shape)))
         found[name] = Fp8Target(
             target.view, target.shape, target.select, scale=scale, block=of_name
         )
-        found[scale_name] = ScaleTarget(scale, tuple(scale.shape))
     return found
 
 

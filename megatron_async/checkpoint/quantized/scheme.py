@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from megatron_async.checkpoint.quantized import FIELD, MODELOPT_FILE, quantization_of
-from megatron_async.checkpoint.quantized.fp8 import fp8_targets, or_scales_of
+from megatron_async.checkpoint.quantized.fp8 import BLOCK, fp8_targets, or_scales_of
 from megatron_async.checkpoint.reading.field_uses import FieldUses
 from megatron_async.checkpoint.reading.files import SafetensorsWeights, StoredTensor
 from megatron_async.checkpoint.reading.json_file import read_json
@@ -53,10 +53,10 @@ _WEIGHTS = FieldUses.of(
 _MODELOPT = FieldUses.of(
     "quant_method quant_algo config_groups",
     "kv_cache_quant_algo kv_cache_scheme exclude_modules ignore producer quantized_layers",
-    group_size=(),
+    group_size=(BLOCK[1],),
 )
 _STRATEGIES = ("tensor", "channel", "block")
-_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+_ALGORITHMS = {"FP8": None, "FP8_PER_CHANNEL_PER_TOKEN": None, "FP8_PB_WO": BLOCK}
 
 
 class Fp8Scheme(NamedTuple):
@@ -148,9 +148,9 @@ def _modelopt(found: Mapping[str, Any]) -> Fp8Scheme:
         found = inner
     _MODELOPT.check(found, of=FIELD)
     algorithm = found.get("quant_algo")
-    if algorithm not in _ALGORITHMS:
+    if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
         raise _unsupported("quant_algo", algorithm, ", ".join(_ALGORITHMS))
-    return Fp8Scheme(None, algorithm == "FP8")
+    return Fp8Scheme(_ALGORITHMS[algorithm], algorithm == "FP8")
 
 
 def _of_groups(groups: Any) -> Fp8Scheme:

@@ -254,3 +254,31 @@ def test_neighbours_in_the_model_have_one_scale(
     assert have_one_scale(target, 64 if block is not None else 6) == fits
     whole = dataclasses.replace(target, scale=torch.ones(1))
     assert have_one_scale(whole, 64)
+
+
+@pytest.mark.parametrize("ones", (False, True))
+@pytest.mark.parametrize("suffix", ("_scale", "_scale_inv"))
+def test_modelopts_blocks(suffix: str, ones: bool, plain: Path, tmp_path: Path) -> None:
+    """Of 128 x 128, with or without a dimension for a block's own rows and columns."""
+    tensors = load_file(plain / "qwen3_moe" / "model.safetensors")
+    meant = dict(tensors)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        rows, columns = (-(-size // 128) for size in tensors[name].shape)
+        scale = torch.rand(rows, columns) + 0.5
+        wide = scale.repeat_interleave(128, 0)[: len(tensors[name])]
+        wide = wide.repeat_interleave(128, 1)[:, : tensors[name].shape[1]]
+        tensors[name] = (tensors[name] / wide).to(torch.float8_e4m3fn)
+        meant[name] = tensors[name].float() * wide
+        tensors[f"{name}{suffix}"] = scale[:, None, :, None].clone() if ones else scale
+    shutil.copytree(plain / "qwen3_moe", tmp_path / "meant")
+    save_file(meant, tmp_path / "meant" / "model.safetensors")
+    shutil.copytree(plain / "qwen3_moe", tmp_path / "model")
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    set_config(tmp_path / "model", {**MODELOPT, "quant_algo": "FP8_PB_WO", "group_size": 128})
+    wanted = values_of(load_pretrained(tmp_path / "meant").model)
+    found = load_pretrained(tmp_path / "model", quantization="fp8").model
+    assert len(quantized(found)) == 12
+    assert not [n for n, each in values_of(found).items() if not each.equal(wanted[n])]
+    edit(tmp_path / "model", f"model.layers.0.self_attn.o_proj.weight{suffix}", lambda x: x[:0])
+    with pytest.raises(CheckpointError, match=r"scales have shape .*each block of 128 x 128"):
+        load_pretrained(tmp_path / "model")
