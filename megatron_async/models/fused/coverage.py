@@ -298,11 +298,10 @@ def mlp_why_not(layer: Any, config: Any) -> str | None:
         if _has_hooks(*mlp.modules()):
             return "a module has forward hooks"
         apart = linears_apart(mlp)
-        return (
-            experts_why_not(mlp, config)
-            or _linears_why_not(*apart)
-            or _modules_why_not([norm, *apart], apart)
-        )
+        reason = experts_why_not(mlp, config)
+        if reason is None and apart:
+            reason = _linears_why_not(*apart)
+        return reason or _modules_why_not([norm, *apart], apart)
     if type(mlp) is not megatron_mlp.MLP:
         return f"{type(mlp).__name__} is not covered"
     if norm_kind(norm) is None:
