@@ -261,7 +261,7 @@ class MoeDecode:
                 BLOCK_K=tile.block_k, BLOCKS=blocks, GATED=activation.gated,
                 FUNCTION=activation.function, LIMIT=activation.limit, OFFSET=activation.offset,
                 HAS_BIAS=weights.b1 is not None, SWAP=tile.swap, NUM_STAGES=tile.stages,
-                E4M3=columns is not None, COLUMNS=columns.w1 if columns else 0,
+                E4M3=columns is not None and columns.w1 > 0, COLUMNS=columns.w1 if columns else 0,
                 SHARED_COLUMNS=columns.shared_w1 if columns else 0, MXFP4=shape.is_packed,
                 **self._common(), num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
@@ -293,7 +293,7 @@ class MoeDecode:
                 HAS_BIAS=weights.b2 is not None, HAS_RESIDUAL=residual is not None,
                 STATISTICS=statistics_out is not None,
                 CENTER=scaled is None, SWAP=tile.swap, NUM_STAGES=tile.stages, **self._common(),
-                E4M3=columns is not None, COLUMNS=columns.w2 if columns else 0,
+                E4M3=columns is not None and columns.w2 > 0, COLUMNS=columns.w2 if columns else 0,
                 SHARED_COLUMNS=columns.shared_w2 if columns else 0, MXFP4=shape.is_packed,
                 num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip

@@ -122,6 +122,8 @@ def why_not(
         return f"{dtype} is not covered"
     if shape.is_packed and shape.shared:
         return "MXFP4 weights beside shared experts are not covered"
+    if shape.scale_columns is not None and not shape.scale_columns.are_all:
+        return "weights of two formats are not covered"
     if not 1 <= rows <= MOST_ROWS:
         return f"{rows} rows are not from 1 to {MOST_ROWS}"
     if rows > 1 and rows * settings.top_k > settings.num_experts // 2:

@@ -13,12 +13,18 @@ from megatron_async.kernels.moe.settings import ExpertActivation, RouterSettings
 
 class ScaleColumns(NamedTuple):
     """Columns of a row that share a scale, in e4m3 weights of :class:`MoeWeights` by their names;
-    all columns of the row for a scale a row. Without shared experts theirs are 0."""
+    all columns of the row for a scale a row. 0 stands for a weight that is none of e4m3: both of
+    the first, or both of the second, and those of shared experts that there are not."""
 
     w1: int
     w2: int
     shared_w1: int = 0
     shared_w2: int = 0
+
+    @property
+    def are_all(self) -> bool:
+        """Whether the first weights are e4m3 as well as the second ones."""
+        return self.w1 > 0 and self.w2 > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +60,10 @@ class MoeShape:
 
     @property
     def weight_size(self) -> float | None:
-        """Bytes of an element of weights that are widened; None for those that are not."""
+        """Bytes of an element of weights that are widened; None where not all are."""
         if self.is_packed:
             return 0.5
-        return None if self.scale_columns is None else 1
+        return 1 if self.scale_columns is not None and self.scale_columns.are_all else None
 
     @property
     def slots(self) -> int:
@@ -79,9 +85,9 @@ class MoeShape:
             0 if of_group == of_row else of_group
             for of_group, of_row in ((columns.w1, self.hidden), (columns.w2, self.inner))
         )
-        if self.shared and columns.shared_w1 != self.hidden:
+        if self.shared and columns.shared_w1 not in (0, self.hidden):
             first = math.gcd(first, columns.shared_w1)
-        if self.shared and columns.shared_w2 != all_shared:
+        if self.shared and columns.shared_w2 not in (0, all_shared):
             # A shared expert may begin within a group.
             second = math.gcd(second, columns.shared_w2, self.inner)
         return first, second
@@ -90,9 +96,9 @@ class MoeShape:
 class MoeWeights(NamedTuple):
     """Parameters of a layer, contiguous and of one dtype but for ``expert_bias``, which is fp32.
 
-    The weights of experts and of shared ones may all be e4m3. Then each has scales, fp32 and of its
-    shape but for the columns, of which as many share one as :class:`ScaleColumns` says. Those of
-    experts may be MXFP4, with its scales.
+    The first weights of experts and of shared ones may be e4m3, and so may the second ones. Then
+    each has scales, fp32 and of its shape but for the columns, of which as many share one as
+    :class:`ScaleColumns` says. Those of experts may be MXFP4, with its scales.
 
     ``norm`` is weight ``[H]`` and bias ``[H]`` or None; the others are those of
     ``reference.py``. ``shared_w1`` is ``[2 S, H]`` or ``[S, H]``, ``shared_w2`` ``[H, S]`` with

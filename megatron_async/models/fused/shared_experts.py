@@ -25,8 +25,9 @@ def linears_apart(mlp: Any) -> tuple[Any, ...]:
     shared = mlp.shared_experts
     if shared is None:
         return ()
-    linears, dtype = (shared.linear_fc1, shared.linear_fc2), mlp.kept_weights.w2.dtype
-    return linears if any(linear.weight.dtype != dtype for linear in linears) else ()
+    linears, routed = (shared.linear_fc1, shared.linear_fc2), mlp.kept_weights[:2]
+    found = zip(linears, routed, strict=True)
+    return linears if any(each.weight.dtype != other.dtype for each, other in found) else ()
 
 
 def apart_why_not(mlp: Any, config: Any) -> str | None:

@@ -53,6 +53,13 @@ if HAS_TRITON:
             21,
             {"expert_bias": True, "gate": True, "scale_columns": ScaleColumns(64, 64, 128, 128)},
         ),
+        # One of the two weights alone.
+        (SMALL[0][0], 5, {**SMALL[0][2], "scale_columns": ScaleColumns(48, 0)}),
+        (
+            MoeShape(32, 48, settings(4, 2), SWIGLU, shared=1),
+            3,
+            {"tiles": tiles((32, 32), (16, 16, 2)), "scale_columns": ScaleColumns(0, 16, 0, 48)},
+        ),
     )
 else:
     CASES = ()
@@ -80,6 +87,7 @@ def test_a_step_has_one_scale() -> None:
     assert steps(128, 32, 128, 192) == (0, 32) == steps(128, 96, 128, 64)
     assert steps(128, 64, 128, 128, inner=128) == (0, 64)
     assert MoeShape(128, 96, settings(8, 2), SWIGLU, 2).scale_steps == (0, 0)
+    assert steps(0, 32, 0, 64) == (0, 32) and steps(64, 0, 128, 0) == (64, 0)
 
 
 def scale_columns(shape: Any, of_group: int | None) -> ScaleColumns:

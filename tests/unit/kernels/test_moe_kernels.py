@@ -62,7 +62,7 @@ def in_e4m3(weights: MoeWeights, columns: ScaleColumns) -> MoeWeights:
     made: dict[str, Tensor] = {}
     for name, of_group in columns._asdict().items():
         weight = getattr(weights, name)
-        if weight is not None:
+        if weight is not None and of_group:
             numbers, scale = quantize(weight, weight.shape[-1] // of_group)
             factors = 0.5 ** (torch.arange(scale.numel()) % 3).view_as(scale)
             made |= {name: numbers, f"{name}_scale": scale * factors.to(scale)}

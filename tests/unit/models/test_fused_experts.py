@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.kernels.gemm.tile_config import RMS_NORM
+from megatron_async.kernels.moe import row
 from megatron_async.models.build import build_model
 from megatron_async.models.fused import where
 from megatron_async.models.fused.blocks.gemms import SkinnyGemms
@@ -139,6 +140,28 @@ def test_shared_experts_of_another_format_are_computed_beside_the_others(
     assert relative_error(got, layer.mlp(normed)[0].squeeze(1).double()) < LIMIT
     layer.mlp.shared_experts.linear_fc2.weight.view(torch.uint8).zero_()
     assert relative_error(got, layer.mlp(normed)[0].squeeze(1).double()) > 4 * LIMIT
+
+
+@on_both(
+    *("e4m3", "kept"),
+    gpu=[(ROUTED[:1] + SHARED[:1], (64, 0, 64, 0)), (ROUTED[1:] + SHARED[1:], (0, 32, 0, 64))],
+    small=[(ROUTED[:1] + SHARED[:1], (64, 0, 64, 0)), (ROUTED[1:] + SHARED[1:], (0, 32, 0, 64))],
+)
+@torch.inference_mode()
+def test_one_of_an_experts_two_weights_may_be_e4m3(
+    device: torch.device, e4m3: tuple[str, ...], kept: tuple[int, ...]
+) -> None:
+    """A checkpoint may leave all second layers in 16 bits, those of shared experts too."""
+    model = model_of(device, e4m3, 2)
+    fused = FusedDecoder(model)
+    assert not fused.coverage.fallbacks and "shared fc1" not in fused.gemms
+    layer, hidden = model.decoder.layers[0], random_hidden(device)
+    kernels = ExpertKernels(device, 132)
+    shape = MoeBlock(layer, kernels)._kernels.shape
+    assert shape.scale_columns == kept
+    assert row.why_not(shape, 1, torch.bfloat16, 132) == "weights of two formats are not covered"
+    found = layer.mlp(layer.pre_mlp_layernorm(hidden[:, None]))[0].squeeze(1)
+    assert relative_error(added_by(layer, model.config, hidden), found.double()) < LIMIT
 
 
 @emulated

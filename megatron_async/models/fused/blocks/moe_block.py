@@ -77,10 +77,10 @@ def experts_why_not(mlp: Any, config: Any) -> str | None:
 
 def _tensors_why_not(mlp: Any) -> str | None:
     w1, w2, b1, b2, *_ = mlp.kept_weights
-    if w1.dtype != w2.dtype:
+    if is_packed(w1) != is_packed(w2):
         return f"its experts have weights of {w1.dtype} and of {w2.dtype}"
     given = [mlp.router.weight, mlp.router.bias, b1, b2]
-    given += [] if w1.dtype in KEPT else [w1, w2]
+    given += [each for each in (w1, w2) if each.dtype not in KEPT]
     for tensor in (tensor for tensor in given if tensor is not None):
         if tensor.dtype != torch.bfloat16 or not tensor.is_contiguous() or tensor.data_ptr() % 16:
             return "its experts or its router are not contiguous bfloat16"
@@ -118,13 +118,11 @@ def _e4m3_weights(mlp: Any) -> dict[str, tuple[Tensor, Tensor]]:
     """The weights in e4m3 by their names in :class:`MoeWeights`, each with its scales; none where
     they are bfloat16."""
     kept, shared = mlp.kept_weights, mlp.shared_experts
-    if kept.w1.dtype != E4M3:
-        return {}
     found = {"w1": (kept.w1, kept.w1_scale), "w2": (kept.w2, kept.w2_scale)}
     if _shares_among(mlp):
         for name, linear in (("shared_w1", shared.linear_fc1), ("shared_w2", shared.linear_fc2)):
             found[name] = linear.weight, getattr(linear, "weight_scale", None)
-    return found
+    return {name: pair for name, pair in found.items() if pair[0].dtype == E4M3}
 
 
 def _scales_why_not(mlp: Any) -> str | None:
@@ -324,7 +322,7 @@ def _shape_of(mlp: Any, norm: Norm) -> MoeShape:
     return MoeShape(
         hidden, inner, mlp.settings, mlp.activation, count, center=norm.kind == LAYER_NORM,
         expert_begin=begin, expert_end=begin + held,
-        scale_columns=ScaleColumns(**columns) if columns else None,
+        scale_columns=ScaleColumns(**{"w1": 0, "w2": 0, **columns}) if columns else None,
         is_packed=is_packed(mlp.kept_weights.w2),
     )  # fmt: skip
 
