@@ -193,7 +193,8 @@ def test_calls_that_differ_end_all_ranks_with_their_names(found: Found) -> None:
     first, other = (each["broken"] for each in found)
     named = "rank 1 calls suspend() where rank 0 has called step_modern()"
     assert other["differ"].startswith(f"EngineStoppedError: {named}")
-    assert first["differ"].startswith("RankDiedError: rank 1") and named in first["differ"]
+    # A call that comes later names what has stopped the engine.
+    assert "RankDiedError: rank 1" in first["differ"] and named in first["differ"]
     assert "makes no call of the engine" in first["away"] and "step_modern()" in first["away"]
     assert "makes no call of the engine" in other["away"]
 
