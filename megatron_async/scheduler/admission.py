@@ -63,6 +63,7 @@ class PromptPlanner:
         limits, table = self._limits, self._table
         budget = limits.max_tokens - (sum(decode_rows.windows) or len(decode_rows.slots))
         row, long = len(decode_rows.slots), 0
+        has_classes = limits.long_prompt_tokens is not None
         launched: list[Sequence] = []
         under_way: deque[Sequence] = deque()
         for sequence in table.prefilling:
@@ -71,7 +72,7 @@ class PromptPlanner:
         while row < limits.max_requests:
             if under_way:
                 sequence = under_way.popleft()
-                if self._is_long(sequence) and long >= limits.long_prompts:
+                if has_classes and long >= limits.long_prompts and self._is_long(sequence):
                     continue
             else:
                 if limits.micro_batches > 1 and not self._micro_batches.admits(micro_batch):
@@ -86,7 +87,8 @@ class PromptPlanner:
             length = end - start
             if length > budget:
                 break
-            long += self._is_long(sequence)
+            if has_classes:
+                long += self._is_long(sequence)
             last = end == sequence.prefill_end
             targets: tuple[int, ...] = ()
             layers: tuple[int, ...] = ()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
-from typing import Any
+from operator import itemgetter
 
 from megatron_async.scheduler.request_state import Sequence
+
+KEY = itemgetter(0)
 
 
 class WaitingQueue:
@@ -30,16 +32,16 @@ class WaitingQueue:
 
     def add(self, sequence: Sequence) -> None:
         """Take a sequence in, at its place."""
-        for items in self._lists_of(sequence):
-            items.insert(_place(items, sequence), (sequence.priority_key, sequence))
+        entry = sequence.priority_key, sequence
+        bisect.insort(self.items, entry, key=KEY)
+        if self._long_tokens is not None and not self.is_long(sequence):
+            bisect.insort(self._short, entry, key=KEY)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out."""
-        for items in self._lists_of(sequence):
-            index = _place(items, sequence)
-            if index == len(items) or items[index][1] is not sequence:
-                raise ValueError(f"request {sequence.key} is not waiting")
-            del items[index]
+        _remove(self.items, sequence)
+        if self._long_tokens is not None and not self.is_long(sequence):
+            _remove(self._short, sequence)
 
     def head(self, *, long: bool = True) -> Sequence | None:
         """The next to be admitted: the lowest key that the user has not paused, or without ``long``
@@ -53,12 +55,9 @@ class WaitingQueue:
         """Whether a waiting sequence is."""
         return self._long_tokens is not None and len(sequence.tokens) > self._long_tokens
 
-    def _lists_of(self, sequence: Sequence) -> Iterator[list[tuple[tuple[int, int], Sequence]]]:
-        yield self.items
-        if self._long_tokens is not None and not self.is_long(sequence):
-            yield self._short
 
-
-def _place(items: list[Any], sequence: Sequence) -> int:
-    """Where a sequence is, or would be: no two have the same key."""
-    return bisect.bisect_left(items, (sequence.priority_key,))
+def _remove(items: list[tuple[tuple[int, int], Sequence]], sequence: Sequence) -> None:
+    index = bisect.bisect_left(items, sequence.priority_key, key=KEY)  # no two have the same
+    if index == len(items) or items[index][1] is not sequence:
+        raise ValueError(f"request {sequence.key} is not waiting")
+    del items[index]
