@@ -23,6 +23,8 @@ class WaitingQueue:
         self.items: list[tuple[tuple[int, int], Sequence]] = []
         self._long_tokens = long_tokens
         self._short: list[tuple[tuple[int, int], Sequence]] = []
+        """Those that were not long when they came, of the keys below."""
+        self._short_keys: set[int] = set()
 
     def __len__(self) -> int:
         return len(self.items)
@@ -36,12 +38,14 @@ class WaitingQueue:
         bisect.insort(self.items, entry, key=KEY)
         if self._long_tokens is not None and not self.is_long(sequence):
             bisect.insort(self._short, entry, key=KEY)
+            self._short_keys.add(sequence.key)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out."""
         _remove(self.items, sequence)
-        if self._long_tokens is not None and not self.is_long(sequence):
+        if sequence.key in self._short_keys:  # it may have lost tokens since, and be short now
             _remove(self._short, sequence)
+            self._short_keys.remove(sequence.key)
 
     def head(self, *, long: bool = True) -> Sequence | None:
         """The next to be admitted: the lowest key that the user has not paused, or without ``long``

@@ -700,3 +700,19 @@ def test_long_prompts_that_were_resumed_wait_for_each_other_too() -> None:
     chain.add(sequence(2, prompt=20, max_new=1), sequence(3, prompt=4, max_new=1))
     assert [key for key, _ in prefilled(chain.step())] == [1, 3]
     chain.finish()
+
+
+def test_a_long_request_that_begins_anew_while_it_waits_may_become_short() -> None:
+    """Evicted, it has its prompt and its tokens to compute; without the tokens it is short."""
+    chain = Chain(long_prompt_tokens=8, **LONG)
+    begun = sequence(0, prompt=6, max_new=20)
+    chain.add(begun)
+    for _ in range(8):
+        chain.step()
+    assert chain.scheduler.evict(0) and chain.scheduler.pause(0)
+    chain.add(sequence(1, prompt=40, max_new=1), sequence(2, prompt=4, max_new=2))
+    while begun.state is not State.WAITING:
+        chain.step()
+    assert chain.scheduler.restart(0) and chain.scheduler.resume(0)
+    chain.finish()
+    assert begun.reason is not None
