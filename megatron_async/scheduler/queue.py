@@ -23,7 +23,7 @@ class WaitingQueue:
         self.items: list[tuple[tuple[int, int], Sequence]] = []
         self._long_tokens = long_tokens
         self._short: list[tuple[tuple[int, int], Sequence]] = []
-        """Those that were not long when they came, of the keys below."""
+        """Entries of sequences that were not long when they came; their keys are below."""
         self._short_keys: set[int] = set()
 
     def __len__(self) -> int:
