@@ -6,7 +6,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import llguidance
@@ -20,6 +21,10 @@ logger = logging.getLogger(__name__)
 Mask = npt.NDArray[np.int32]
 
 MOST_THREADS = 8
+TRIED_EVERY = 32
+"""Fills after which another number of threads is tried once."""
+RECENT = 0.25
+"""What the last figure of a number of threads counts beside all before it."""
 NOT_REACHED = -1
 """In the last word of a mask that the library has not written: it has a bit for an end, and else
 bits of the last bytes, which no text has, or of nothing."""
@@ -57,20 +62,63 @@ class _Quick(NamedTuple):
     at: int
 
 
+class Threads:
+    """How many threads make the masks of several grammars: those that took least a mask of late.
+
+    Waking a thread may take longer than a small vocabulary's mask, and a large one's takes longer
+    than that; so both are measured, and masks are the same.
+
+    Args:
+        most: threads.
+        clock: ns.
+    """
+
+    def __init__(self, most: int, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+        self.counts = sorted({1, (most + 1) // 2, most})
+        self.executors = [llguidance.LLExecutor(count) for count in self.counts]
+        self._clock = clock
+        self._costs: list[float | None] = [None] * len(self.counts)
+        """ns a mask; None where it was not tried."""
+        self._fills = self._tried = 0
+
+    @property
+    def best(self) -> int:
+        """The place of the number that is taken but for trials."""
+        known = [(cost, place) for place, cost in enumerate(self._costs) if cost is not None]
+        return min(known)[1] if known else 0
+
+    def run(self, masks: int, make: Callable[[llguidance.LLExecutor], None]) -> None:
+        """Have an executor make some masks."""
+        place = self._next()
+        started = self._clock()
+        make(self.executors[place])
+        took, before = (self._clock() - started) / masks, self._costs[place]
+        self._costs[place] = took if before is None else before + RECENT * (took - before)
+
+    def _next(self) -> int:
+        self._fills += 1
+        if None in self._costs:
+            return self._costs.index(None)
+        if self._fills % TRIED_EVERY:
+            return self.best
+        self._tried = (self._tried + 1) % len(self._costs)
+        return self._tried
+
+
 class WindowMasks:
     """Makes the masks of all windows of a step. One thread at a time uses it.
 
     Args:
         vocab_size: of the model.
-        threads: over which the texts of a step are divided. Those of one grammar would wait for
-            each other: they stand together, and alone they get one thread.
+        threads: over which the texts of a step are divided at most. Those of one grammar would
+            wait for each other: they stand together, and alone they get one thread.
     """
 
     def __init__(self, vocab_size: int, threads: int | None = None) -> None:
         if threads is None:
             threads = min(MOST_THREADS, max(1, (os.cpu_count() or 1) - 1))
         self._one = llguidance.LLExecutor(1)
-        self._many = llguidance.LLExecutor(threads) if threads > 1 else self._one
+        self._threads = Threads(threads) if threads > 1 else None
         self._bytes_at, self._bytes_bit = divmod(vocab_size, 32)
         self._end_bit = (vocab_size + 256) % 32
         self._make_room(1, library_words(vocab_size))
@@ -125,11 +173,15 @@ class WindowMasks:
             self._make_room(count, self._found.shape[1])
         found = self._found[:count]
         found[:, -1] = NOT_REACHED
-        pointer, size = self._pointer, self._size
-        grammars = {id(each.matcher.grammar) for each in quick}
-        executor = self._many if len(grammars) > 1 else self._one
-        if executor is not self._one:
+        if self._threads is None or len({id(each.matcher.grammar) for each in quick}) < 2:
+            self._make(quick, self._one)
+        else:
             quick = sorted(quick, key=lambda each: id(each.matcher.grammar))
+            self._threads.run(count, functools.partial(self._make, quick))
+        return found
+
+    def _make(self, quick: Sequence[_Quick], executor: llguidance.LLExecutor) -> None:
+        pointer, size, count = self._pointer, self._size, len(self._found)
         single = [(each.used, each.at) for each in quick if not each.drafts]
         if len(single) == 1:
             ((used, at),) = single
@@ -139,7 +191,6 @@ class WindowMasks:
         drafted = [(each.used, each.at, each.drafts) for each in quick if each.drafts]
         if drafted:
             executor.unsafe_compute_mask_ptr_with_draft_token(drafted, pointer, size, count)
-        return found
 
     def _written(
         self, window: Window, each: _Quick, found: Mask, last: list[int], tails: bytes

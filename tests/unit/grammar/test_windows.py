@@ -10,7 +10,7 @@ import pytest
 
 from megatron_async.grammar.matcher import Forced, Matcher
 from megatron_async.grammar.spec import StructuredOutputs
-from megatron_async.grammar.windows import Runs, Window, WindowMasks
+from megatron_async.grammar.windows import TRIED_EVERY, Runs, Threads, Window, WindowMasks
 from tests.unit.grammar.test_grammar import COMPILERS, SCHEMA, TOKENIZERS, allowed
 
 SPECS: tuple[dict[str, Any], ...] = (
@@ -164,3 +164,30 @@ def test_a_library_that_fails_as_a_whole_is_asked_for_each_text(
     windows = windows_of([text], [drafts], words)
     WindowMasks(vocab_size, 1).fill(windows)
     assert unread(windows) == wanted
+
+
+def test_masks_take_as_many_threads_as_are_quickest_of_late() -> None:
+    """By a clock that stands still but for what each number of threads takes a mask."""
+    now, cost = 0, {1: 20, 4: 60, 8: 90}
+    threads = Threads(8, lambda: now)
+    assert threads.counts == [1, 4, 8]
+    places = {
+        id(executor): n for n, executor in zip(threads.counts, threads.executors, strict=True)
+    }
+    taken: list[int] = []
+
+    def make(executor: Any) -> None:
+        nonlocal now
+        taken.append(places[id(executor)])
+        now += 32 * cost[taken[-1]]
+
+    for _ in range(3 * TRIED_EVERY):
+        threads.run(32, make)
+    assert taken[:3] == [1, 4, 8] and set(taken) == {1, 4, 8}
+    assert taken.count(1) > 3 * TRIED_EVERY - 6
+    cost.update({1: 900, 4: 300, 8: 150})  # schemas whose masks take long
+    taken.clear()
+    for _ in range(12 * TRIED_EVERY):
+        threads.run(32, make)
+    assert taken[-TRIED_EVERY:].count(8) >= TRIED_EVERY - 1
+    assert Threads(1, lambda: now).counts == [1] and Threads(2, lambda: now).counts == [1, 2]
