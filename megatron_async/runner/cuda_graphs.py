@@ -12,8 +12,14 @@ from itertools import product
 from megatron_async.device.protocol import Device, Graph
 from megatron_async.runner.prompt_log_probs import PromptTargets
 from megatron_async.runner.step_program import StepProgram
-from megatron_async.step.packet import CPU_ROW_MULTIPLE, StepShape, padded_tokens
-from megatron_async.step.plan import SampleShape
+from megatron_async.step.packet import (
+    CPU_ROW_MULTIPLE,
+    PlacedChunk,
+    StepShape,
+    padded_tokens,
+    placed_chunks,
+)
+from megatron_async.step.plan import Plan, SampleShape
 
 LEAST_TOKENS = 64
 """The smallest token bucket and the least distance of two: with fewer tokens a forward takes as
@@ -181,14 +187,15 @@ class StepGraphs:
         before, which is sampled; with control C -> S -> H2D -> F."""
         return (self._controlled_step if controlled else self._step)[sampled]
 
-    def launch_mixed(self, shape: StepShape, targets: PromptTargets | None) -> None:
+    def launch_mixed(self, shape: StepShape, targets: PromptTargets | None, plan: Plan) -> None:
         """H2D -> F of a step with prefill chunks, from its graph if it has one. There is none for
         steps with log-probabilities of prompts."""
         graph = self._mixed.get((shape.tokens, shape.window)) if targets is None else None
         if graph is not None:
             graph.replay()
         else:
-            self._device.enqueue(partial(self._mixed_work, shape, targets), MIXED)
+            work = partial(self._mixed_work, shape, targets, placed_chunks(plan))
+            self._device.enqueue(work, MIXED)
 
     def release(self) -> None:
         """Drop all graphs: on the CPU what they replay refers back to this object."""
@@ -198,9 +205,14 @@ class StepGraphs:
             graphs.clear()
         self._control = None
 
-    def _mixed_work(self, shape: StepShape, targets: PromptTargets | None = None) -> None:
+    def _mixed_work(
+        self,
+        shape: StepShape,
+        targets: PromptTargets | None = None,
+        placed: tuple[PlacedChunk, ...] = (),
+    ) -> None:
         self._program.load_mixed(shape)
-        self._program.forward_mixed(shape, targets)
+        self._program.forward_mixed(shape, targets, placed)
 
     def _forward_work(self, rows: int, window: int) -> None:
         self._program.load_decode(rows, window)

@@ -36,6 +36,16 @@ CONTROL_HEAD = 3
 CHUNK_SLOT, CHUNK_FIRST, CHUNK_LENGTH, CHUNK_START = range(4)
 CHUNK_WIDTH = 4
 
+
+class PlacedChunk(NamedTuple):
+    """A prefill chunk as its columns say."""
+
+    slot: int
+    first: int
+    length: int
+    start: int
+
+
 ASSIGNMENT_WIDTH = 3
 
 # Columns of a token. Position -1 means "the device knows": the slot's last token at its length;
@@ -108,6 +118,15 @@ class StepShape(NamedTuple):
     window: int = 1
 
 
+def placed_chunks(plan: Plan) -> tuple[PlacedChunk, ...]:
+    """The prefill chunks of ``plan``, whose tokens follow those of the decode rows."""
+    found, at = [], plan.decode_tokens
+    for chunk in plan.prefills:
+        found.append(PlacedChunk(chunk.slot, at, len(chunk.tokens), chunk.start))
+        at += len(chunk.tokens)
+    return tuple(found)
+
+
 def write_packet(
     packet: Ints, layout: PacketLayout, plan: Plan, rows: int, tokens: int | None, null_slot: int
 ) -> None:
@@ -169,16 +188,14 @@ def _write_sections(
     tokens[:at, TOKEN_POSITION] = np.repeat(firsts, windows) - np.arange(at) - 1
     chunks = packet[layout.chunks :][: rows * CHUNK_WIDTH].reshape(-1, CHUNK_WIDTH)
     chunks[:] = (null_slot, size, 0, 0)
-    for index, chunk in enumerate(plan.prefills):
-        length = len(chunk.tokens)
-        chunks[index] = (chunk.slot, at, length, chunk.start)
+    for index, (chunk, placed) in enumerate(zip(plan.prefills, placed_chunks(plan), strict=True)):
+        _, at, length, start = chunks[index] = placed
         tokens[at : at + length, TOKEN_ID] = chunk.tokens
         tokens[at : at + length, TOKEN_SLOT] = chunk.slot
-        tokens[at : at + length, TOKEN_POSITION] = np.arange(chunk.start, chunk.start + length)
-        at += length
+        tokens[at : at + length, TOKEN_POSITION] = np.arange(start, start + length)
         records[chunk.row, ROW_SAMPLES] = chunk.samples
         records[chunk.row, ROW_QUERY_LENGTH] = length
-        records[chunk.row, ROW_LAST_TOKEN] = at - 1
+        records[chunk.row, ROW_LAST_TOKEN] = at + length - 1
 
     assignments = packet[layout.assignments : layout.tokens].reshape(-1, ASSIGNMENT_WIDTH)
     assignments[len(plan.assignments) :] = (null_slot, 0, NULL_BLOCK)

@@ -7,6 +7,10 @@ import torch
 from megatron_async.kernels.attention.e4m3_cache import read
 from megatron_async.kernels.attention.paged_attention import has_kernel, masked_attention
 
+LEAST_LIBRARY_TOKENS = 1024
+"""Shorter chunks attend in the Triton kernel even where a library attends for long ones. Not
+measured yet."""
+
 
 def paged_mixed_attention(
     query: torch.Tensor,

@@ -238,11 +238,38 @@ class CacheAttention:
         out = query.new_zeros(*query.shape[:2], limits.get("latent", query.shape[2]))
         if rows:
             out[:rows] = self._attend_decode(tokens, query[:rows], keys, values, scale, limits)
-        paged_prefill.paged_mixed_attention(
-            query, keys, values, self._block_table, tokens.chunks, scale, out,
-            invariant=self._batch_invariant, **limits,
-        )  # fmt: skip
+        chunks: torch.Tensor | None = tokens.chunks
+        if tokens.apart is not None and not self._batch_invariant:
+            chunks = self._attend_apart(tokens, query, keys, values, scale, out, limits)
+        if chunks is not None:
+            paged_prefill.paged_mixed_attention(
+                query, keys, values, self._block_table, chunks, scale, out,
+                invariant=self._batch_invariant, **limits,
+            )  # fmt: skip
         return out
+
+    def _attend_apart(
+        self,
+        tokens: AttentionMetadata,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+        limits: dict[str, Any],
+    ) -> torch.Tensor | None:
+        """Attend for long chunks by a library if it has such attention; the table of the chunks
+        that are left, None if none are."""
+        from megatron_async.kernels.attention import whole_prefill
+
+        assert tokens.apart is not None
+        if not whole_prefill.library_attends(query, keys.shape[2], **limits):
+            return tokens.chunks
+        done = whole_prefill.whole_mixed_attention(
+            query, keys, values, self._block_table, tokens.apart.long, scale, out,
+            sinks=limits.get("sinks"),
+        )  # fmt: skip
+        return tokens.apart.others if done else tokens.chunks
 
     def _each_token_is_a_row(self, query: torch.Tensor, limits: dict[str, Any]) -> bool:
         """Whether the tokens of chunks attend like decode rows: where no kernel takes the chunks,

@@ -251,10 +251,12 @@ class TestOnGpu:
         launched = []
         launch = StepGraphs.launch_mixed
 
-        def watched(self: StepGraphs, shape: StepShape, targets: PromptTargets | None) -> None:
+        def watched(
+            self: StepGraphs, shape: StepShape, targets: PromptTargets | None, plan: Plan
+        ) -> None:
             torch.cuda.set_sync_debug_mode("error")
             try:
-                launch(self, shape, targets)
+                launch(self, shape, targets, plan)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             launched.append(shape)
