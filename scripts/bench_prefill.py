@@ -1,13 +1,16 @@
 """Time prefill with weights and activations in bfloat16 and in e4m3.
 
     python scripts/bench_prefill.py [--model random:llama8b] [--prompts N] [--tokens N]
+    python scripts/bench_prefill.py --profile [--prompts 1 --tokens 32768]
     python scripts/bench_prefill.py --products
 
 The first takes all prompts into an engine at once, of random tokens, and says how long it takes
 until each has its first token, the median of rounds behind one that is not counted, for each of
-``--formats``. The second times the linear layers of Llama-8B alone: cuBLAS's products of bfloat16
-and of e4m3, with sums in fp32 and with fast ones, those of the Triton kernel with scales by row and
-by 128 columns, and what quantizes their inputs.
+``--formats``. With ``--profile`` one more round, of bfloat16 if no format is given, runs under
+``torch.profiler``: its kernels by the time that they take in all, and how long the GPU had none.
+The third times the linear layers of Llama-8B alone: cuBLAS's products of bfloat16 and of e4m3, with
+sums in fp32 and with fast ones, those of the Triton kernel with scales by row and by 128 columns,
+and what quantizes their inputs.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron_async import DynamicInferenceEngine, EngineConfig, SamplingParams
+from megatron_async.device.kernel_profiler import DeviceKernel, KernelProfiler
 from megatron_async.kernels.gemm import e4m3_inputs, scaled_e4m3
 from megatron_async.kernels.norm.norm_inputs import add_norm_inputs
 from megatron_async.kernels.norm.swiglu_inputs import swiglu_inputs
@@ -37,6 +41,8 @@ FORMATS: dict[str, dict[str, Any]] = {
 LINEARS = {"qkv": (6144, 4096), "proj": (4096, 4096), "fc1": (28672, 4096), "fc2": (4096, 14336)}
 """Rows and columns of Llama-8B's weights."""
 CALLS = 20
+MOST_KERNELS = 25
+"""Lines of a profile."""
 
 
 def prefill_seconds(args: argparse.Namespace, options: dict[str, Any]) -> float:
@@ -56,15 +62,42 @@ def prefill_seconds(args: argparse.Namespace, options: dict[str, Any]) -> float:
     took = []
     with DynamicInferenceEngine.from_pretrained(args.model, config) as engine:
         vocabulary = engine.model.network.vocab_size
-        for _ in range(1 + args.rounds):
+
+        def generate() -> float:
             prompts = [
                 [chance.randrange(vocabulary) for _ in range(args.tokens)]
                 for _ in range(args.prompts)
             ]
             started = time.perf_counter()
             engine.generate(prompts, params)
-            took.append(time.perf_counter() - started)
+            return time.perf_counter() - started
+
+        took += [generate() for _ in range(1 + args.rounds)]
+        if args.profile:
+            profiler = KernelProfiler()
+            generate()
+            torch.cuda.synchronize()
+            print_kernels(profiler.take())
     return statistics.median(took[1:])
+
+
+def print_kernels(kernels: list[DeviceKernel]) -> None:
+    """Kernels by their time in all, and the time between them."""
+    by_name: dict[str, list[int]] = {}
+    idle, until = 0, None
+    for name, start, end in sorted(kernels, key=lambda kernel: kernel.start_ns):
+        by_name.setdefault(name, []).append(end - start)
+        idle += 0 if until is None else max(0, start - until)
+        until = end if until is None else max(until, end)
+    busy = sum(map(sum, by_name.values()))
+    print(f"  {busy * 1e-6:.1f} ms in {len(kernels)} kernels, {idle * 1e-6:.1f} ms between them")
+    print("  share      ms  count  mean us  kernel")
+    for name, took in sorted(by_name.items(), key=lambda each: -sum(each[1]))[:MOST_KERNELS]:
+        total, count = sum(took), len(took)
+        print(
+            f"  {total / busy:5.1%} {total * 1e-6:7.1f} {count:6} {total * 1e-3 / count:8.1f}  "
+            f"{name[:120]}"
+        )
 
 
 def bench_prefill(args: argparse.Namespace) -> None:
@@ -135,9 +168,11 @@ def main() -> None:
     add("--prompts", type=int, default=16)
     add("--tokens", type=int, default=4096, help="of each prompt, or rows with --products")
     add("--rounds", type=int, default=5)
-    add("--formats", nargs="+", choices=list(FORMATS), default=list(FORMATS))
+    add("--formats", nargs="+", choices=list(FORMATS), help="default: all; bf16 with --profile")
+    add("--profile", action="store_true", help="one more round, kernel by kernel, on a GPU")
     add("--products", action="store_true", help="linear layers alone, on a GPU")
     args = parser.parse_args()
+    args.formats = args.formats or (["bf16"] if args.profile else list(FORMATS))
     if args.products:
         bench_products(args.tokens)
     else:

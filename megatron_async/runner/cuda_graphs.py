@@ -194,8 +194,8 @@ class StepGraphs:
         if graph is not None:
             graph.replay()
         else:
-            work = partial(self._mixed_work, shape, targets, placed_chunks(plan))
-            self._device.enqueue(work, MIXED)
+            placed = placed_chunks(plan) if self._device.captures else ()
+            self._device.enqueue(partial(self._mixed_work, shape, targets, placed), MIXED)
 
     def release(self) -> None:
         """Drop all graphs: on the CPU what they replay refers back to this object."""

@@ -324,7 +324,7 @@ class StepProgram:
             null_slot=batch.null_slot,
             read_lengths=not self._device.captures,
         )
-        if placed and chunks.is_cuda:
+        if placed:
             metadata = metadata._replace(apart=chunks_apart(chunks[: shape.rows], placed))
         if batch.states is not None:
             self._begin_mixed(batch.states, shape, decodes, chunks[: shape.rows])

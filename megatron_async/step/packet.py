@@ -188,14 +188,16 @@ def _write_sections(
     tokens[:at, TOKEN_POSITION] = np.repeat(firsts, windows) - np.arange(at) - 1
     chunks = packet[layout.chunks :][: rows * CHUNK_WIDTH].reshape(-1, CHUNK_WIDTH)
     chunks[:] = (null_slot, size, 0, 0)
-    for index, (chunk, placed) in enumerate(zip(plan.prefills, placed_chunks(plan), strict=True)):
-        _, at, length, start = chunks[index] = placed
+    for index, chunk in enumerate(plan.prefills):
+        length = len(chunk.tokens)
+        chunks[index] = (chunk.slot, at, length, chunk.start)
         tokens[at : at + length, TOKEN_ID] = chunk.tokens
         tokens[at : at + length, TOKEN_SLOT] = chunk.slot
-        tokens[at : at + length, TOKEN_POSITION] = np.arange(start, start + length)
+        tokens[at : at + length, TOKEN_POSITION] = np.arange(chunk.start, chunk.start + length)
+        at += length
         records[chunk.row, ROW_SAMPLES] = chunk.samples
         records[chunk.row, ROW_QUERY_LENGTH] = length
-        records[chunk.row, ROW_LAST_TOKEN] = at + length - 1
+        records[chunk.row, ROW_LAST_TOKEN] = at - 1
 
     assignments = packet[layout.assignments : layout.tokens].reshape(-1, ASSIGNMENT_WIDTH)
     assignments[len(plan.assignments) :] = (null_slot, 0, NULL_BLOCK)
