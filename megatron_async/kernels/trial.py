@@ -12,6 +12,9 @@ MOE = True
 MOE_ROW = True
 """Among these, the kernel for a few rows is used in place of the three."""
 
+GROUPED_EXPERTS = False
+"""Grouped GEMMs of layers of experts, for more tokens than those kernels take."""
+
 LATENT = True
 """Multi-latent attention, in decode steps and in prefill."""
 

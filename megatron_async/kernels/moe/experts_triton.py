@@ -31,7 +31,7 @@ def _tanh(x):
 
 
 @triton.jit
-def _activate(x, FUNCTION: tl.constexpr):
+def activate(x, FUNCTION: tl.constexpr):
     """See :class:`~.settings.ExpertActivation`."""
     if FUNCTION == "silu":
         out = x / (1.0 + tl.exp(-x))
@@ -210,11 +210,11 @@ def up_kernel(
         if LIMIT is not None:
             gate = tl.minimum(gate, LIMIT)
             up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-        out = _activate(gate, FUNCTION) * (up + OFFSET)
+        out = activate(gate, FUNCTION) * (up + OFFSET)
     else:
         if LIMIT is not None:
             total = tl.minimum(total, LIMIT)
-        out = _activate(total, FUNCTION)
+        out = activate(total, FUNCTION)
     out = out * weight[:, None]
     tl.store(
         out_ptr + (number * ROWS + t)[:, None] * INNER + column[None, :],

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
 from megatron_async.kernels.moe.reference import (
-    expert_mlp,
     held_experts,
     route,
     router_logits,
 )
 from megatron_async.models import parallel
 from megatron_async.models.description.config import ModelConfig
+from megatron_async.models.moe.compute import experts_of
 from megatron_async.models.moe.settings import expert_activation, router_settings
 from megatron_async.models.moe.shards import expert_shards
 from megatron_async.models.quantized.deferred import as_built
@@ -251,7 +251,7 @@ def mixture(layer: Any, hidden_states: Tensor, padding_mask: Tensor | None) -> T
     """
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
     live = None if padding_mask is None else ~padding_mask.t().reshape(-1)
-    router, (w1, w2, b1, b2) = layer.router, layer.weights
+    router = layer.router
     logits = router_logits(tokens, router.weight, router.bias)
     chosen = layer.chosen if torch.is_grad_enabled() else None
     if layer.forced is not None and not torch.is_inference_mode_enabled():
@@ -265,9 +265,9 @@ def mixture(layer: Any, hidden_states: Tensor, padding_mask: Tensor | None) -> T
         leaving.to(layer, routing.ids)
     ranks = layer.ranks
     if ranks is not None:
-        routing = held_experts(routing, len(w1) * ranks.expert_rank, len(w1))
-    given = _linear(tokens, layer.fc1_latent_proj)
-    output = expert_mlp(given, routing, w1, w2, layer.activation, b1=b1, b2=b2)
+        held = len(layer.kept_weights.w1)
+        routing = held_experts(routing, held * ranks.expert_rank, held)
+    output = experts_of(layer, _linear(tokens, layer.fc1_latent_proj), routing)
     if ranks is not None:
         output = ranks.sum_experts_(output)
     output = _linear(output, layer.fc2_latent_proj)

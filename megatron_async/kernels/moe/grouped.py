@@ -1,0 +1,268 @@
+"""The experts of more tokens than a decode step's kernels take: rows ordered by expert, two grouped
+GEMMs, and the sum over each token's experts (``grouped_triton.py``).
+
+Launches depend on shapes alone, so a graph may capture them. An expert whose tokens fit into one
+tile has its weights read once. The sum is that of ``reference.expert_mlp``, but for what is rounded
+on the way: weights are multiplied in before each expert's output is rounded.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from torch import Tensor
+
+from megatron_async.kernels.fitting import launch_fitting
+from megatron_async.kernels.moe.grouped_triton import (
+    count_kernel,
+    grouped_down_kernel,
+    grouped_up_kernel,
+    order_kernel,
+    sum_kernel,
+)
+from megatron_async.kernels.moe.reference import Routing
+from megatron_async.kernels.moe.settings import ExpertActivation
+from megatron_async.kernels.pdl import uses_pdl
+from megatron_async.kernels.shared_memory import (
+    block_limit,
+    first_that_fits,
+    has_async_products,
+    loop_buffers,
+)
+
+_LEAST_CHUNK, _MOST_CHUNKS = 256, 256
+"""Slots of a program that orders them, at least, and how many such programs there are at most."""
+_ELEMENTS = 4096
+"""Pairs of a slot and an expert that such a program compares at once."""
+_SUM_BLOCK = 1024
+_TOGETHER = 16
+"""Tiles of rows that run together with the same columns of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedTile:
+    """Tile sizes of one grouped GEMM.
+
+    Args:
+        n, k: rows and columns of the weight in a stage.
+        stages: of the software pipeline.
+        warps: of a program.
+        swap: the weight is the first operand of the instruction.
+    """
+
+    n: int
+    k: int
+    stages: int
+    warps: int
+    swap: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedTiles:
+    """Rows of a tile, and the tiles of the first and of the second GEMM."""
+
+    m: int
+    up: GroupedTile
+    down: GroupedTile
+
+
+TILES = (
+    GroupedTiles(16, GroupedTile(64, 128, 4, 4), GroupedTile(64, 128, 4, 4)),
+    GroupedTiles(32, GroupedTile(64, 128, 4, 4, swap=True), GroupedTile(64, 128, 4, 4, swap=True)),
+    GroupedTiles(64, GroupedTile(128, 64, 4, 4), GroupedTile(128, 64, 4, 4)),
+    GroupedTiles(128, GroupedTile(256, 64, 4, 8), GroupedTile(256, 64, 4, 8)),
+)
+"""By rows, the fewest first."""
+_MOST_MEAN = (10, 20, 48)
+"""The most tokens that an expert has on average, of all tiles but the last: of experts whose tokens
+are drawn nearly all fit into one tile then."""
+
+
+def shared_bytes(tile: GroupedTile, rows: int, element_size: int, limit: int) -> int:
+    """What a program takes of shared memory at most on a device with such a limit."""
+    stage = (rows + tile.n) * tile.k * element_size
+    buffers, first = loop_buffers(tile.stages), tile.n if tile.swap else rows
+    if first >= 64 and element_size == 2 and has_async_products(limit) and tile.stages > 1:
+        buffers += 1
+    return max(buffers * stage, 4 * rows * (tile.n + 4) if tile.swap or rows < 64 else 0)
+
+
+def smaller(tile: GroupedTile) -> Iterator[GroupedTile]:
+    """Tiles that take less: of fewer stages, then of fewer columns of a step."""
+    k = tile.k
+    while k >= 16:
+        yield from (replace(tile, k=k, stages=stages) for stages in range(tile.stages, 0, -1))
+        k //= 2
+
+
+def choose_tiles(mean: float, element_size: int, limit: int) -> GroupedTiles:
+    """The tiles for experts that have ``mean`` tokens on average."""
+    number = sum(mean > most for most in _MOST_MEAN)
+    return _fitting(TILES[number], element_size, limit)
+
+
+@functools.cache
+def _fitting(tiles: GroupedTiles, element_size: int, limit: int) -> GroupedTiles:
+    up, down = (
+        first_that_fits(
+            (tile, *smaller(tile)),
+            lambda each: shared_bytes(each, tiles.m, element_size, limit),
+            limit,
+        )
+        for tile in (tiles.up, tiles.down)
+    )
+    return GroupedTiles(tiles.m, up, down)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Slots in the order of their experts.
+
+    Args:
+        slots: int32 ``[T * k]``, those with an expert first; anything behind them.
+        tiles: int32 ``[3, most]``: the expert of each tile or -1 for one that is not there, its
+            first row, and the row behind its expert's last one.
+    """
+
+    slots: Tensor
+    tiles: Tensor
+
+    @property
+    def most_tiles(self) -> int:
+        """The most tiles that there may be."""
+        return self.tiles.shape[1]
+
+
+def most_tiles(slots: int, experts: int, rows: int) -> int:
+    """The most tiles of ``rows`` rows that ``slots`` slots may take: one for each expert, and one
+    for all others that fill one."""
+    first = min(slots, experts)
+    return first + (slots - first) // rows
+
+
+def order_slots(ids: Tensor, experts: int, rows: int) -> Order:
+    """Order the slots of ``ids``, int32 ``[T, k]``, by expert, for tiles of ``rows`` rows."""
+    slots, device = ids.numel(), ids.device
+    padded = triton.next_power_of_2(max(experts, 16))
+    step = max(16, min(64, _ELEMENTS // padded))
+    chunk = triton.next_power_of_2(max(_LEAST_CHUNK, triton.cdiv(slots, _MOST_CHUNKS)))
+    programs, most = triton.cdiv(slots, chunk), most_tiles(slots, experts, rows)
+    made = torch.empty(slots + 3 * most + programs * padded, dtype=torch.int32, device=device)
+    order, tiles, counts = made.split((slots, 3 * most, programs * padded))
+    options = {"PADDED": padded, "STEP": step, "num_warps": 4, **_pdl(device)}
+    count_kernel[(programs,)](ids, counts, slots, chunk, **options)
+    order_kernel[(programs,)](
+        ids, counts, order, tiles, slots, chunk, programs, most, rows, **options
+    )
+    return Order(order, tiles.view(3, most))
+
+
+def grouped_experts(
+    hidden: Tensor,
+    routing: Routing,
+    w1: Tensor,
+    w2: Tensor,
+    activation: ExpertActivation,
+    *,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    num_experts: int | None = None,
+    tiles: GroupedTiles | None = None,
+) -> Tensor:
+    """Each token's experts, weighted and added up in the order of ``routing.ids``, in fp32.
+
+    Args:
+        hidden, routing, w1, w2, b1, b2: as in :func:`~.reference.expert_mlp`, on one device, of one
+            floating dtype, but for ids and weights; the weights' rows are contiguous, from a
+            multiple of 16 bytes on.
+        num_experts: that the router chooses from, of all ranks; None for those of ``w1``. Tiles are
+            chosen by it.
+        tiles: in place of those that are chosen.
+
+    Returns:
+        ``[T, H]`` like ``hidden``; zeros in rows without experts.
+    """
+    (tokens, size), top_k = hidden.shape, routing.ids.shape[1]
+    if tokens == 0:
+        return torch.empty_like(hidden)
+    if tiles is None:
+        mean = tokens * top_k / (num_experts or len(w1))
+        tiles = choose_tiles(mean, hidden.element_size(), block_limit(hidden.device))
+    hidden, ids = hidden.contiguous(), routing.ids.contiguous()
+    order = order_slots(ids, len(w1), tiles.m)
+    activated = _up(hidden, order, w1, b1, top_k, activation, tiles)
+    weighted = _down(activated, order, w2, b2, routing.weights.contiguous(), tiles)
+    out = torch.empty_like(hidden)
+    block = min(_SUM_BLOCK, triton.next_power_of_2(size))
+    sum_kernel[(tokens, triton.cdiv(size, block))](
+        weighted, ids, out, HIDDEN=size, TOP_K=top_k, BLOCK=block, num_warps=4,
+        **_pdl(hidden.device),
+    )  # fmt: skip
+    return out
+
+
+def _up(
+    hidden: Tensor, order: Order, w1: Tensor, b1: Tensor | None, top_k: int,
+    activation: ExpertActivation, tiles: GroupedTiles,
+) -> Tensor:  # fmt: skip
+    """First linear layers and activation: ``[T * k, I]`` in the order of the experts."""
+    parts = 2 if activation.gated else 1
+    inner, m = w1.shape[1] // parts, tiles.m
+    out = hidden.new_empty(order.slots.shape[0], inner)
+
+    def launch(tile: GroupedTile) -> None:
+        blocks = triton.cdiv(inner, tile.n // parts)
+        grouped_up_kernel[(blocks * order.most_tiles,)](
+            hidden, w1, w1 if b1 is None else b1, order.slots, order.tiles, out, order.most_tiles,
+            HIDDEN=hidden.shape[1], INNER=inner, TOP_K=top_k, GATED=activation.gated,
+            FUNCTION=activation.function, LIMIT=activation.limit, OFFSET=activation.offset,
+            HAS_BIAS=b1 is not None, **_options(tile, m, hidden),
+        )  # fmt: skip
+
+    launch_fitting("grouped experts, first layers", tiles.up, smaller, launch)
+    return out
+
+
+def _down(
+    activated: Tensor, order: Order, w2: Tensor, b2: Tensor | None, weights: Tensor,
+    tiles: GroupedTiles,
+) -> Tensor:  # fmt: skip
+    """Second linear layers times the routing weights: ``[T * k, H]`` by slots; anything in those
+    without an expert."""
+    (rows, inner), size = activated.shape, w2.shape[1]
+    out = activated.new_empty(rows, size)
+
+    def launch(tile: GroupedTile) -> None:
+        blocks = triton.cdiv(size, tile.n)
+        grouped_down_kernel[(blocks * order.most_tiles,)](
+            activated, w2, w2 if b2 is None else b2, order.slots, order.tiles, weights, out,
+            order.most_tiles, HIDDEN=size, INNER=inner, HAS_BIAS=b2 is not None,
+            **_options(tile, tiles.m, activated),
+        )  # fmt: skip
+
+    launch_fitting("grouped experts, second layers", tiles.down, smaller, launch)
+    return out
+
+
+def _options(tile: GroupedTile, rows: int, x: Tensor) -> dict[str, object]:
+    return {
+        "BLOCK_M": rows,
+        "BLOCK_N": tile.n,
+        "BLOCK_K": tile.k,
+        "TOGETHER": _TOGETHER,
+        "SWAP": tile.swap,
+        "NUM_STAGES": tile.stages,
+        "PRECISION": "ieee" if x.dtype is torch.float32 else "tf32",
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+        **_pdl(x.device),
+    }
+
+
+def _pdl(device: torch.device) -> dict[str, bool]:
+    pdl = uses_pdl(device)
+    return {"PDL": pdl, "launch_pdl": pdl}

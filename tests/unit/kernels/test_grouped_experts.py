@@ -1,0 +1,334 @@
+"""Grouped GEMMs of the experts of many tokens against their reference in torch."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_async.kernels import trial
+from megatron_async.kernels.gemm.batch_invariant import batch_invariant_mode
+from megatron_async.kernels.moe.reference import NO_EXPERT, Routing, expert_mlp
+from megatron_async.kernels.moe.settings import ExpertActivation
+from megatron_async.models.moe.compute import grouped_takes
+from tests.support.compiled_kernels import HOPPER, LIMIT_OF, compiles, compiling_for
+from tests.support.cuda_kernels import LIMIT, relative_error
+from tests.support.interpreter import HAS_TRITON, compiled, on_devices
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not built for this platform")
+
+if HAS_TRITON:
+    from megatron_async.kernels.moe import grouped
+    from megatron_async.kernels.moe.grouped import (
+        TILES,
+        GroupedTile,
+        GroupedTiles,
+        choose_tiles,
+        grouped_experts,
+        most_tiles,
+        order_slots,
+    )
+
+SWIGLU = ExpertActivation()
+GPT_OSS = ExpertActivation(function="quick_gelu", limit=1.0, offset=1.0)
+RELU2 = ExpertActivation(function="squared_relu", gated=False)
+on_cuda = pytest.mark.parametrize("device", [pytest.param("cuda", marks=compiled)])
+
+
+class Sizes(NamedTuple):
+    """Of a layer."""
+
+    experts: int
+    top_k: int
+    hidden: int
+    inner: int
+    activation: ExpertActivation
+    bias: bool = False
+
+
+LARGE = {
+    "qwen3-30b-a3b": Sizes(128, 8, 2048, 768, SWIGLU),
+    "gpt-oss-20b": Sizes(32, 4, 2880, 2880, GPT_OSS, True),
+}
+
+
+class Layer:
+    """Drawn weights, and rows with drawn experts; some are dead."""
+
+    def __init__(
+        self, sizes: Sizes, tokens: int, device: str, dtype: torch.dtype, held: int | None = None
+    ) -> None:
+        experts, top_k, hidden, inner, activation, bias = sizes
+        generator = torch.Generator(device).manual_seed(tokens)
+
+        def drawn(*size: int) -> Tensor:
+            return torch.randn(*size, generator=generator, device=device, dtype=dtype)
+
+        first = 2 * inner if activation.gated else inner
+        self.activation, self.experts = activation, experts
+        self.w1 = drawn(held or experts, first, hidden) / hidden**0.5
+        self.w2 = drawn(held or experts, hidden, inner) / inner**0.5
+        self.b1 = drawn(held or experts, first) if bias else None
+        self.b2 = drawn(held or experts, hidden) if bias else None
+        self.hidden = drawn(tokens, hidden)
+        scores = torch.rand(tokens, experts, generator=generator, device=device)
+        ids = scores.topk(top_k).indices.int()
+        self.dead = torch.arange(tokens, device=device) % 7 == 3
+        ids = ids.masked_fill(self.dead[:, None] | (ids >= (held or experts)), NO_EXPERT)
+        weights = torch.rand(ids.shape, generator=generator, device=device)
+        self.routing = Routing(ids, weights)
+
+    def run(self, tiles: GroupedTiles | None = None, rows: slice = slice(None)) -> Tensor:
+        return grouped_experts(
+            self.hidden[rows], Routing(*(part[rows] for part in self.routing)), self.w1, self.w2,
+            self.activation, b1=self.b1, b2=self.b2, num_experts=self.experts, tiles=tiles,
+        )  # fmt: skip
+
+    def expected(self) -> Tensor:
+        return expert_mlp(
+            self.hidden, self.routing, self.w1, self.w2, self.activation, b1=self.b1, b2=self.b2
+        )
+
+    def check(self, limit: float, tiles: GroupedTiles | None = None) -> None:
+        found = self.run(tiles)
+        assert relative_error(found, self.expected().double()) < limit
+        assert not found[self.dead].any()
+        assert torch.equal(found, self.run(tiles)), "bits depend on when programs run"
+
+
+def checked_order(ids: Tensor, experts: int, rows: int) -> None:
+    """The order is that of a stable sort, and tiles have each row of an expert once."""
+    order, flat = order_slots(ids, experts, rows), ids.flatten()
+    sorted_ids, slots = flat.sort(stable=True)
+    count = int((flat >= 0).sum())
+    assert torch.equal(order.slots[:count].long(), slots[sorted_ids >= 0])
+    found: list[tuple[int, int, int]] = []
+    begin = 0
+    for expert in range(experts):
+        end = begin + int((flat == expert).sum())
+        found += [(expert, first, end) for first in range(begin, end, rows)]
+        begin = end
+    tiles = order.tiles.t().tolist()
+    assert [tuple(tile) for tile in tiles[: len(found)]] == found
+    assert all(tile[0] == -1 for tile in tiles[len(found) :])
+
+
+@on_devices
+@pytest.mark.parametrize("rows", [16, 32])
+def test_slots_are_ordered_by_expert(
+    device: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grouped, "_LEAST_CHUNK", 64)
+    generator = torch.Generator().manual_seed(rows)
+    ids = torch.randint(-1, 18, (50, 3), generator=generator).int()
+    ids[ids == 5] = 4  # an expert without tokens
+    for given in (ids, torch.full_like(ids, 17), torch.full_like(ids, NO_EXPERT), ids[:1]):
+        checked_order(given.to(device), 18, rows)
+
+
+@on_cuda
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(300, 512, 16), (32768, 128, 8)])
+def test_many_slots_are_ordered_by_expert(
+    device: str, tokens: int, experts: int, top_k: int
+) -> None:
+    generator = torch.Generator(device).manual_seed(tokens)
+    ids = torch.randint(-1, experts, (tokens, top_k), generator=generator, device=device).int()
+    checked_order(ids, experts, 64)
+
+
+def test_there_are_never_more_tiles() -> None:
+    """One expert for each, and the others in whole tiles."""
+    for experts, rows in ((4, 16), (3, 2)):
+        for slots in range(1, 40):
+            worst = [1] * min(slots, experts)
+            worst[0] += slots - sum(worst)
+            found = sum(-(-count // rows) for count in worst)
+            assert found <= most_tiles(slots, experts, rows) <= slots
+    assert most_tiles(2 + 16, 2, 16) == 3
+
+
+def one_tile(m: int, n: int, k: int, *, swap: bool = False) -> GroupedTiles:
+    tile = GroupedTile(n, k, 3, 4, swap)
+    return GroupedTiles(m, tile, tile)
+
+
+# Sizes that tiles divide and not, one program's tiles and several, both orders of operands.
+CASES: Any = (
+    (Sizes(5, 2, 48, 40, SWIGLU), (16, 32, 16)),
+    (Sizes(3, 2, 64, 24, GPT_OSS, True), (32, 32, 32)),
+    (Sizes(4, 1, 40, 48, RELU2), (16, 32, 32)),
+)
+
+
+@on_devices
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_small_layers(device: str, case: int, swap: bool) -> None:
+    sizes, tile = CASES[case]
+    tiles = one_tile(*tile, swap=swap)
+    Layer(sizes, 41, device, torch.float32).check(1e-5, tiles)
+    if case == 1:
+        Layer(sizes, 41, device, torch.bfloat16).check(LIMIT, tiles)
+        Layer(sizes, 41, device, torch.float32, held=2).check(1e-5, tiles)
+
+
+@on_devices
+def test_a_rows_bits_do_not_depend_on_the_other_rows(device: str) -> None:
+    layer, tiles = Layer(CASES[1][0], 41, device, torch.bfloat16), one_tile(16, 32, 16)
+    together = layer.run(tiles)
+    for rows in (slice(1), slice(5, 30)):
+        assert torch.equal(layer.run(tiles, rows), together[rows])
+
+
+@on_devices
+def test_rows_that_are_not_finite_stay_alone(device: str) -> None:
+    """Dead rows reach nobody, and other rows of an expert neither."""
+    layer, tiles = Layer(CASES[0][0], 20, device, torch.float32), one_tile(16, 32, 16)
+    expected = layer.run(tiles)
+    layer.hidden[3], layer.hidden[6] = torch.nan, torch.inf
+    found, others = layer.run(tiles), torch.arange(20) != 6
+    assert torch.equal(found[others], expected[others]) and not found[6].isfinite().all()
+
+
+TOKENS = [65, 128, 256, 1024, 4096]
+
+
+@on_cuda
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("name", LARGE)
+def test_large_layers(device: str, name: str, tokens: int) -> None:
+    Layer(LARGE[name], tokens, device, torch.bfloat16).check(LIMIT)
+
+
+@on_cuda
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("name", LARGE)
+def test_all_tiles_at_large_sizes(device: str, name: str, number: int) -> None:
+    layer = Layer(LARGE[name], 300, device, torch.bfloat16)
+    layer.check(LIMIT, TILES[number])
+    together = layer.run(TILES[number])
+    assert torch.equal(layer.run(TILES[number], slice(100, 177)), together[100:177])
+
+
+@on_cuda
+@pytest.mark.parametrize("name", LARGE)
+def test_all_tokens_have_one_expert(device: str, name: str) -> None:
+    layer = Layer(LARGE[name], 256, device, torch.bfloat16)
+    layer.routing.ids.copy_(torch.where(layer.routing.ids < 0, NO_EXPERT, 7))
+    layer.check(LIMIT)
+    layer.routing.ids.fill_(NO_EXPERT)
+    assert not layer.run().any()
+
+
+@on_cuda
+def test_a_rank_has_some_of_the_experts(device: str) -> None:
+    Layer(LARGE["qwen3-30b-a3b"], 512, device, torch.bfloat16, held=32).check(LIMIT)
+
+
+@on_cuda
+def test_in_a_graph_nothing_waits_for_the_host(device: str) -> None:
+    layer = Layer(LARGE["qwen3-30b-a3b"], 128, device, torch.bfloat16)
+    expected = layer.run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer.run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        graph.replay()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(out, expected)
+    for part in (layer.hidden, *layer.routing):  # the next replay sorts otherwise
+        part.copy_(part.flip(0))
+    graph.replay()
+    assert torch.equal(out, expected.flip(0))
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        pytest.param(name, number, marks=() if (name, number) == ("gpt-oss-20b", 3) else sweep)
+        for sweep in [pytest.mark.sweep]
+        for name in LARGE
+        for number in range(4)
+    ],
+)
+def test_tiles_fit_a_gpu(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled for Hopper they take what the bound says, and use its tensor cores."""
+    monkeypatch.setattr(grouped, "uses_pdl", lambda device: True)
+    experts, top_k, hidden, inner, activation, bias = LARGE[name]
+
+    def meta(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device="meta")
+
+    tiles, limit = TILES[number], LIMIT_OF[HOPPER]
+    routing = Routing(meta(128, top_k, dtype=torch.int32), meta(128, top_k, dtype=torch.float32))
+    with compiling_for(HOPPER) as found:
+        grouped_experts(
+            meta(128, hidden), routing, meta(experts, 2 * inner, hidden),
+            meta(experts, hidden, inner), activation, tiles=tiles,
+            b1=meta(experts, 2 * inner) if bias else None,
+            b2=meta(experts, hidden) if bias else None,
+        )  # fmt: skip
+    products = [kernel for kernel in found if kernel.name.startswith("grouped_")]
+    for kernel, tile in zip(products, (tiles.up, tiles.down), strict=True):
+        assert kernel.shared <= grouped.shared_bytes(tile, tiles.m, 2, limit) <= limit
+        assert ("wgmma" in kernel.ptx) == (tile.swap or tiles.m >= 64)
+        assert "griddepcontrol.wait" in kernel.ptx
+
+
+def test_tiles_follow_the_tokens_of_an_expert() -> None:
+    limit = LIMIT_OF[HOPPER]
+    rows = [choose_tiles(mean, 2, limit).m for mean in (0.5, 8, 16, 32, 64, 2048)]
+    assert rows == [16, 16, 32, 64, 128, 128]
+    for number, tiles in enumerate(TILES):
+        assert choose_tiles((1, 15, 30, 99)[number], 2, limit) == tiles, "what fits is taken"
+        small = choose_tiles((1, 15, 30, 99)[number], 2, 65_536)
+        assert grouped.shared_bytes(small.up, small.m, 2, 65_536) <= 65_536
+
+
+def test_what_the_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeTensorMode():
+
+        def there(*size: int, device: str = "cuda", **options: Any) -> Tensor:
+            return torch.empty(*size, **{"device": device, "dtype": torch.bfloat16, **options})
+
+        weights = there(4, 32, 64), there(4, 64, 16), None, None
+        assert not grouped_takes(there(65, 64), *weights), "on trial"
+        monkeypatch.setattr(trial, "GROUPED_EXPERTS", True)
+        assert grouped_takes(there(65, 64), *weights)
+        assert not grouped_takes(there(64, 64), *weights)
+        assert not grouped_takes(there(65, 64, device="cpu"), *weights)
+        assert not grouped_takes(there(65, 64, dtype=torch.float16), *weights)
+        assert not grouped_takes(there(65, 64), there(4, 24, 60), there(4, 60, 12))
+        assert not grouped_takes(there(65, 64), there(4, 64, 32).mT, weights[1])
+        assert not grouped_takes(there(65, 64), there(4, 32, 64, requires_grad=True), weights[1])
+        with batch_invariant_mode():
+            assert not grouped_takes(there(65, 64), *weights)
+
+
+@on_cuda
+def test_a_layer_computes_many_tokens_with_them(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from types import SimpleNamespace
+
+    from megatron_async.models.moe.compute import experts_of
+
+    monkeypatch.setattr(trial, "GROUPED_EXPERTS", True)
+    layer = Layer(LARGE["qwen3-30b-a3b"], 128, device, torch.bfloat16)
+    module = SimpleNamespace(
+        weights=(layer.w1, layer.w2, None, None), activation=SWIGLU,
+        settings=SimpleNamespace(num_experts=128),
+    )  # fmt: skip
+    with torch.inference_mode():
+        found = experts_of(module, layer.hidden, layer.routing)
+        with batch_invariant_mode():
+            expected = experts_of(module, layer.hidden, layer.routing)
+    assert torch.equal(found, layer.run()) and not torch.equal(found, expected)
+    assert relative_error(found, expected.double()) < LIMIT
