@@ -36,11 +36,12 @@ compiles = pytest.mark.skipif(not _has_assembler(), reason="Triton has no assemb
 
 
 class Compiled(NamedTuple):
-    """A kernel, the bytes that one of its blocks takes, and its code in PTX."""
+    """A kernel, the bytes that one of its blocks takes, its code in PTX and in TTIR."""
 
     name: str
     shared: int
     ptx: str
+    ttir: str
 
 
 class _Driver:
@@ -76,7 +77,9 @@ def compiling_for(capability: int | None) -> Iterator[list[Compiled]]:
 
     def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        found.append(Compiled(self.__name__, kernel.metadata.shared, kernel.asm["ptx"]))
+        found.append(
+            Compiled(self.__name__, kernel.metadata.shared, kernel.asm["ptx"], kernel.asm["ttir"])
+        )
         return kernel
 
     with pytest.MonkeyPatch.context() as patch:

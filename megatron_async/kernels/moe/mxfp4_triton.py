@@ -5,7 +5,8 @@ they become pairs of bfloat16, the exponent of which lacks its bias: they are ``
 small. What they are multiplied by makes up for it, and has the scale of their 32 neighbours in it.
 That would be too large where scales are above 2, so products are ``2 ** 32`` times too small until
 they have been added up. All of it is exact for scales from ``2 ** -93`` to ``2 ** 33``. Larger ones
-become infinite, as does one that is not a number.
+become infinite, as does one that is not a number. The kernel of few rows (``moe_row.cu``)
+multiplies sums of 32 products by their scale in fp32: there scales are exact up to ``2 ** 127``.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -40,12 +41,13 @@ def mxfp4_factors(scale_ptr, row, in_weight, word, WIDTH: tl.constexpr):
 
 @triton.jit
 def _pair(words, factor, SHIFT: tl.constexpr):
-    """The numbers ``SHIFT / 4`` and ``SHIFT / 4 + 4`` of each word, times its factor."""
+    """The bits of numbers ``SHIFT / 4`` and ``SHIFT / 4 + 4`` of each word, times its factor."""
     moved = words >> SHIFT
     both = ((moved & 0x00070007) << 6) | ((moved & 0x00080008) << 12)
     low = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
     high = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return tl.join(low * factor, high * factor)
+    low, high = low * factor, high * factor
+    return tl.join(low.to(tl.int16, bitcast=True), high.to(tl.int16, bitcast=True))
 
 
 @triton.jit
@@ -55,7 +57,10 @@ def widen_mxfp4(words, factor, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     # The places of a word's numbers are 4 a + 2 b + c; a pair has both a.
     even = tl.join(_pair(words, factor, 0), _pair(words, factor, 8))
     odd = tl.join(_pair(words, factor, 4), _pair(words, factor, 12))
-    return tl.reshape(tl.join(even, odd), [ROWS, COLUMNS])
+    bits = tl.reshape(tl.join(even, odd), [ROWS, COLUMNS])
+    # Bits until here: Triton 3.6 moves the reshape of what a product reads behind its copy to
+    # shared memory, and has no layout for that one there.
+    return bits.to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from megatron_async.checkpoint import load_pretrained
 from megatron_async.kernels.moe.mxfp4 import NOT_A_NUMBER, pack, unpack
 from megatron_async.kernels.moe.shape import MoeShape
 from megatron_async.kernels.moe.tiles import MoeTiles, Tile
+from megatron_async.kernels.shared_memory import HOPPER_BYTES
 from megatron_async.models.fused.blocks.moe_block import experts_why_not
 from megatron_async.models.fused.report import MLP
 from megatron_async.models.moe import layer as moe_layer
+from tests.support import launches
+from tests.support.compiled_kernels import HOPPER, Compiled, compiles, compiling_for
 from tests.support.cuda_kernels import LIMIT
 from tests.support.interpreter import HAS_TRITON, compiled, interpreted, on_devices
 from tests.support.mxfp4_models import write_packed
@@ -26,6 +30,7 @@ pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not built for 
 
 if HAS_TRITON:
     from megatron_async.kernels.moe import mxfp4_triton
+    from megatron_async.kernels.moe.decode import MoeDecode
     from tests.unit.kernels.test_moe_e4m3 import tokens_of
     from tests.unit.kernels.test_moe_kernels import (
         GPT_OSS,
@@ -90,12 +95,45 @@ def test_products_are_those_of_the_weights_in_bfloat16(device: str) -> None:
 @on_devices
 @pytest.mark.parametrize("scale", [127 + 34, NOT_A_NUMBER])
 def test_a_scale_that_is_too_large_is_no_number(device: str, scale: int) -> None:
+    """In the Triton kernels; ``moe_row.cu``, which takes one row else, knows larger ones."""
     case = Case(MoeShape(32, 32, settings(1, 1), SWIGLU), 1, device, torch.bfloat16, packed=True)
+    case.kernels = MoeDecode(case.shape, torch.device(device), one_kernel=False)
     assert case.weights.w2_scale is not None
     assert case.run()[0].isfinite().all()
     case.weights.w2_scale[0, 3] = scale
     out = case.run()[0]
     assert not out[:, 3].isfinite().any() and out[:, :3].isfinite().all()
+
+
+def packed_launches(name: str, rows: int) -> list[Compiled]:
+    """The two grouped GEMMs of a large layer with the tiles that it gets, compiled for Hopper."""
+    shape = LARGE[name]
+    with compiling_for(HOPPER) as found:
+        _, launch = launches.experts(
+            shape.hidden, shape.inner, rows, torch.bfloat16, packed=True, tiles=None,
+            count=shape.settings.num_experts,
+        )  # fmt: skip
+        launch(routes=False)
+    assert [kernel.name for kernel in found] == ["up_kernel", "down_kernel"]
+    return found
+
+
+@compiles
+@pytest.mark.sweep
+@pytest.mark.parametrize("rows", [16, 32, 64])
+@pytest.mark.parametrize("name", ["gpt-oss", "mixtral", "qwen3-30b-a3b"])
+def test_large_layers_compile(name: str, rows: int) -> None:
+    for kernel in packed_launches(name, rows):
+        assert kernel.shared <= HOPPER_BYTES
+        assert ("wgmma" in kernel.ptx) == (rows == 64 or (rows == 32 and kernel.name[0] == "u"))
+
+
+@compiles
+def test_no_reshape_feeds_a_product() -> None:
+    """Triton 3.6 cannot compile that for 33 to 64 rows: numbers get their type behind it."""
+    for kernel in packed_launches("qwen3-30b-a3b", 64):
+        made = re.findall(r"tt\.reshape %\w+ .*-> tensor<(?:\d+x)+(\w+)>", kernel.ttir)
+        assert "i16" in made and "bf16" not in made
 
 
 @on_devices

@@ -188,6 +188,18 @@ def test_a_scale_that_is_no_number_makes_none(device: torch.device) -> None:
     assert not out[0, 3].isfinite() and out[0, :3].isfinite().all() and out[0, :3].all()
 
 
+@on_both(gpu=[()], small=[()])
+def test_large_scales_are_exact(device: torch.device) -> None:
+    """Up to ``2 ** 127``, which the other kernels of MXFP4 do not reach."""
+    case = RowCase(QWEN, 1, device, packed=True)
+    before = case.run()[0].float() - case.hidden.float()
+    assert case.weights.w2_scale is not None
+    case.weights.w2_scale[:, 3] += 127 + 40 - int(case.weights.w2_scale[:, 3].max())
+    case.check()
+    out = case.run()[0][0, 3].float()
+    assert out.isfinite() and out.abs() > 2.0**20 * before.abs().max()
+
+
 @on_both("rows", gpu=[(1,), (4,)], small=[(1,)])
 def test_three_launches_are_the_one(device: torch.device, rows: int) -> None:
     shape = QWEN if device.type == "cpu" else LARGE["qwen3-30b-a3b"]
