@@ -2,10 +2,12 @@
 
     python -m scripts.bench_invariance --model random:llama8b --batch-sizes 1,32,64,128,256
     python -m scripts.bench_invariance --model tiny --batch-sizes 1,8 --prefill 2x64 --train 2x64
+    python -m scripts.bench_invariance --model random:llama8b --batch-sizes 32 --profile
 
 Decode steps are greedy, at depth 1. Prefill is the time until all prompts have their first token.
 A trainer's step is forward and backward of all tokens, without an optimizer. Rounds alternate
-between the two ways; figures are medians.
+between the two ways; figures are medians. ``--profile`` says which kernels a decode step has, and
+what products of Llama-8B take with each tile (``scripts/profile_invariance.py``).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 
 from megatron_async import DynamicInferenceEngine, EngineConfig, SamplingParams
 from megatron_async.training import exact_numerics
+from scripts import profile_invariance
 
 WARMUP, BLOCK = 20, 64
 WAYS = (False, True)
@@ -51,8 +54,8 @@ def prompts_of(rows: int, length: int) -> list[Any]:
     return [[(17 * row + place) % 200 + 3 for place in range(length)] for row in range(rows)]
 
 
-def step_ms(engine: DynamicInferenceEngine, rows: int, prompt: int, steps: int) -> float:
-    """ms of a decode step of all rows."""
+def begin_decoding(engine: DynamicInferenceEngine, rows: int, prompt: int, steps: int) -> None:
+    """Have all rows decode, for ``steps`` steps and some more."""
     for number, tokens in enumerate(prompts_of(rows, prompt)):
         engine.add_request(number, tokens, params_of(steps + WARMUP + 20))
     counters = engine.counters
@@ -61,6 +64,12 @@ def step_ms(engine: DynamicInferenceEngine, rows: int, prompt: int, steps: int) 
     begun = counters.steps_committed
     while counters.steps_committed < begun + WARMUP:
         engine.step_modern()
+
+
+def step_ms(engine: DynamicInferenceEngine, rows: int, prompt: int, steps: int) -> float:
+    """ms of a decode step of all rows."""
+    begin_decoding(engine, rows, prompt, steps)
+    counters = engine.counters
     before, started = counters.steps_committed, time.perf_counter()
     while counters.steps_committed < before + steps:
         engine.step_modern()
@@ -69,6 +78,21 @@ def step_ms(engine: DynamicInferenceEngine, rows: int, prompt: int, steps: int) 
     taken = counters.steps_committed - before
     engine.reset()
     return seconds / taken * 1e3
+
+
+def print_kernels(engine: DynamicInferenceEngine, rows: int, prompt: int, what: str) -> None:
+    """The kernels of decode steps of all rows."""
+    steps = 5
+    begin_decoding(engine, rows, prompt, steps + 5)
+    before = engine.counters.steps_committed
+
+    def some_steps() -> int:
+        while engine.counters.steps_committed < before + steps:
+            engine.step_modern()
+        return engine.counters.steps_committed - before
+
+    profile_invariance.print_kernels(what, some_steps)
+    engine.reset()
 
 
 def prefill_ms(engine: DynamicInferenceEngine, rows: int, prompt: int) -> float:
@@ -128,6 +152,19 @@ def sizes(text: str) -> tuple[int, int]:
     return int(rows), int(length)
 
 
+def profile(args: argparse.Namespace) -> None:
+    """What ``--profile`` prints."""
+    profile_invariance.print_products(torch.device(args.device))
+    with DynamicInferenceEngine.from_pretrained(
+        args.model, config_of(1, 128, False, args.device)
+    ) as first:
+        for rows in [int(each) for each in args.batch_sizes.split(",") if each]:
+            with both_engines(first, rows, args.prompt + WARMUP + 50, args.device) as engines:
+                for way, engine in engines.items():
+                    what = f"{'invariant' if way else 'plain'}, {rows} rows"
+                    print_kernels(engine, rows, args.prompt, what)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--model", default="tiny", help="a name, a directory or random:SHAPE")
@@ -136,9 +173,15 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a decode row's")
     parser.add_argument("--steps", type=int, default=100, help="of a round")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--profile", action="store_true", help="kernels of decode steps, and products, on a GPU"
+    )
     parser.add_argument("--prefill", type=sizes, help="PROMPTSxTOKENS")
     parser.add_argument("--train", type=sizes, help="SEQUENCESxTOKENS")
     args = parser.parse_args()
+    if args.profile:
+        profile(args)
+        return
     print("| | plain ms | invariant ms | |\n|---|---|---|---|")
     with DynamicInferenceEngine.from_pretrained(
         args.model, config_of(1, 128, False, args.device)

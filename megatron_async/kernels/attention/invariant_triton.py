@@ -28,13 +28,9 @@ from megatron_async.kernels.attention.paged_prefill_triton import (
     WIDTH,
     attend_tile,
 )
-from megatron_async.kernels.attention.tiles import (
-    Heads,
-    PrefillTile,
-    fewer_stages,
-    invariant_tile,
-)
+from megatron_async.kernels.attention.tiles import Heads, PrefillTile, fewer_stages, invariant_tile
 from megatron_async.kernels.fitting import launch_fitting
+from megatron_async.kernels.pdl import pdl_enter, uses_pdl
 from megatron_async.kernels.shared_memory import block_limit
 
 MIN_SPLIT = 1024
@@ -89,8 +85,10 @@ def _rows_kernel(
     BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr, MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SHARES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One split of one row for GROUP heads: its sum, maximum and mass."""
+    pdl_enter(PDL)
     part = tl.program_id(0)
     kv_head = part // SHARES
     split = tl.program_id(1)
@@ -136,9 +134,10 @@ def _rows_kernel(
 def _join_kernel(
     partial_ptr, stats_ptr, length_ptr, sinks_ptr, out_ptr, capacity, splits, window,
     D: tl.constexpr, D_PAD: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The splits of one head of one row, one after the other."""
+    pdl_enter(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = row * tl.num_programs(1) + tl.program_id(1)
     length = tl.minimum(tl.load(length_ptr + row).to(tl.int32), capacity)
@@ -167,9 +166,10 @@ def _chunks_kernel(
     BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, TILE: tl.constexpr, CHUNKS_PAD: tl.constexpr, PRECISION: tl.constexpr,
     MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, SHARES: tl.constexpr,
+    SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, SHARES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of tokens of one chunk, for GROUP heads, see ``paged_prefill_triton``."""
+    pdl_enter(PDL)
     TOKENS: tl.constexpr = ROWS // GROUP
     part = tl.program_id(0)
     kv_head = part // SHARES
@@ -288,10 +288,8 @@ def invariant_rows(
     lengths, slots = lengths.contiguous(), slots.contiguous()
     out = query.new_empty(query.shape)
     capacity = block_table.shape[1] * block_size
-    reach, more = capacity, 0
-    if window is not None:
-        reach, more = min(capacity, window + MIN_SPLIT - 1), 1
-    splits = min(MAX_SPLITS + more, triton.cdiv(reach, MIN_SPLIT))
+    reach = capacity if window is None else min(capacity, window + MIN_SPLIT - 1)
+    splits = min(MAX_SPLITS + (window is not None), triton.cdiv(reach, MIN_SPLIT))
     shape = Heads.of(query, kv_heads, None)
     tile = invariant_tile(shape, block_limit(query.device), rows=True)
     if not rows:
@@ -304,6 +302,7 @@ def invariant_rows(
                 slots[some], window=window, soft_cap=soft_cap, sinks=sinks,
             )  # fmt: skip
         return out
+    pdl = uses_pdl(query.device)
     partial = query.new_empty((rows, heads, splits, head_dim), dtype=torch.float32)
     stats = query.new_empty((rows, heads, splits, 2), dtype=torch.float32)
 
@@ -314,7 +313,7 @@ def invariant_rows(
             key_cache.stride(2), value_cache.stride(0), value_cache.stride(1),
             value_cache.stride(2), block_table.stride(0), capacity, splits, scale * LOG2_E,
             window or 0, num_stages=tile.stages,
-            **_common(shape, tile, query.dtype, window, soft_cap, block_size),
+            **_common(shape, tile, query, window, soft_cap, block_size),
         )  # fmt: skip
 
     launch_fitting("attention of rows in one order", tile, fewer_stages, launch)
@@ -322,7 +321,7 @@ def invariant_rows(
         partial, stats, lengths, stats if sinks is None else sinks, out, capacity, splits,
         window or 0, D=head_dim, D_PAD=shape.value_pad, MIN_SPLIT=MIN_SPLIT,
         MAX_SPLITS=MAX_SPLITS, WINDOW=window is not None, SINKS=sinks is not None,
-        num_warps=2, enable_fp_fusion=False,
+        PDL=pdl, num_warps=2, enable_fp_fusion=False, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
@@ -368,7 +367,7 @@ def invariant_chunks(
             block_table.stride(0), scale * LOG2_E, window or 0,
             CHUNKS_PAD=triton.next_power_of_2(count), SINKS=sinks is not None,
             num_stages=tile.stages,
-            **_common(shape, tile, query.dtype, window, soft_cap, block_size),
+            **_common(shape, tile, query, window, soft_cap, block_size),
         )  # fmt: skip
 
     launch_fitting("attention of chunks in one order", tile, fewer_stages, launch)
@@ -377,18 +376,19 @@ def invariant_chunks(
 def _common(
     shape: Heads,
     tile: PrefillTile,
-    dtype: torch.dtype,
+    query: Tensor,
     window: int | None,
     soft_cap: float | None,
     block_size: int,
 ) -> dict[str, object]:
     """What both kernels are compiled with."""
+    pdl = uses_pdl(query.device)
     return dict(
         BLOCK_SIZE=block_size, GROUP=tile.group, ROWS=tile.rows, D=shape.value_dim,
         D_PAD=shape.value_pad, TILE=tile.keys, MIN_SPLIT=MIN_SPLIT, MAX_SPLITS=MAX_SPLITS,
-        PRECISION="ieee" if dtype is torch.float32 else "tf32", WINDOW=window is not None,
+        PRECISION="ieee" if query.dtype is torch.float32 else "tf32", WINDOW=window is not None,
         SOFT_CAP=(soft_cap or 0.0) * LOG2_E, SHARES=max(1, shape.group // tile.group),
-        num_warps=tile.warps, enable_fp_fusion=False,
+        PDL=pdl, num_warps=tile.warps, enable_fp_fusion=False, launch_pdl=pdl,
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.kernels.attention.e4m3_cache import encode, write
+from megatron_async.kernels.pdl import pdl_enter, uses_pdl
 
 
 @triton.jit
@@ -42,12 +43,13 @@ def _rope_append_kernel(
     q_weight_ptr, k_weight_ptr, scales_ptr, packed_row, cache_token, eps,
     GROUP: tl.constexpr, HEADS_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, ROPE: tl.constexpr,
-    NORM: tl.constexpr, E4M3: tl.constexpr,
+    NORM: tl.constexpr, E4M3: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One group of one token: GROUP query heads, then its key and its value.
 
     A head is handled as its halves [0, HALF) and [HALF, 2 HALF), and the rest that is not rotated.
     """
+    pdl_enter(PDL)
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     head = tl.arange(0, HEADS_PAD)
@@ -158,7 +160,7 @@ def rope_append(
     half = head_dim // 2 if cos_sin is None else cos_sin.shape[2]
     rest = head_dim - 2 * half
     heads_pad = triton.next_power_of_2(group + 1)
-    half_pad = triton.next_power_of_2(half)
+    half_pad, pdl = triton.next_power_of_2(half), uses_pdl(packed.device)
     _rope_append_kernel[(tokens, kv_heads)](
         packed, query, key_cache, value_cache, slot_mapping.contiguous(),
         position_ids.contiguous(), packed if cos_sin is None else cos_sin,
@@ -167,7 +169,7 @@ def rope_append(
         GROUP=group, HEADS_PAD=heads_pad, D=head_dim, D_PAD=triton.next_power_of_2(head_dim),
         HALF=half, HALF_PAD=half_pad, REST_PAD=triton.next_power_of_2(rest) if rest else 0,
         ROPE=cos_sin is not None, NORM=q_weight is not None, E4M3=scales is not None,
-        num_warps=max(1, min(8, heads_pad * half_pad // 128)),
+        PDL=pdl, num_warps=max(1, min(8, heads_pad * half_pad // 128)), launch_pdl=pdl,
     )  # fmt: skip
     return query
 

@@ -1,9 +1,15 @@
 """Triton GEMM whose rows are independent of each other, whatever their number.
 
-The sum over K runs in one program, in order, in float32, by one kind of instruction. So row m of
-the result is one function of row m of the input. Without :func:`find_tiles` the tile depends on
-dtype and N alone. With it the tile depends on M, too: only tiles are taken then that have given the
-first one's bits on this device.
+The sum over K has one order, in float32, by one kind of instruction: N and K alone divide K into
+segments (:func:`segments_of`), each is added up from 0 on, and then their sums are, one after the
+other. One program has all segments, or each has a program of its own where there are few rows, and
+a second kernel adds up; that makes no difference to a bit. So row m of the result is one function
+of row m of the input. Without :func:`find_tiles` the tile depends on dtype and N alone. With it the
+tile depends on M, too: only tiles are taken then that have given the first one's bits on this
+device.
+
+Launched early (``kernels/pdl.py``), a program has its first weights come into the L2 cache before
+it waits for the kernel in front.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -22,6 +28,13 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.kernels.fitting import launch_fitting
+from megatron_async.kernels.gemm.invariant_sums_triton import (
+    join_kernel,
+    prefetch,
+    sum_in_order,
+    sum_of_segments,
+)
+from megatron_async.kernels.pdl import pdl_enter, uses_pdl
 from megatron_async.kernels.shared_memory import (
     HOPPER_BYTES,
     block_limit,
@@ -53,12 +66,40 @@ FLOAT_TILE = Tile(32, 32, 32, num_warps=4, num_stages=3)
 HALF_TILES = (
     Tile(128, 256, 64, num_warps=8, num_stages=4),
     Tile(128, 128, 64, num_warps=8, num_stages=4),
-    Tile(64, 128, 64, num_warps=4, num_stages=5),
+    Tile(128, 64, 64, num_warps=8, num_stages=4),
+    Tile(64, 128, 64, num_warps=4, num_stages=4),
+    Tile(64, 64, 64, num_warps=4, num_stages=6),
     HALF_TILE,
     HALF_TILE_NARROW,
 )
-"""From the largest on; rows of a product, and columns, read each other's operands less often."""
+"""From the largest on; rows of a product, and columns, read each other's operands less often. Of
+those of 64 rows and 64 columns of K two programs share a multiprocessor."""
+WIDEST_SUM = 128 * 128
+"""Numbers of a tile beside which a program has registers for the sum of the segments before."""
+SEGMENT_STEP = 128
+"""Segments are multiples of it; each tile's columns of K divide it."""
+MOST_SPLIT = 512
+"""Rows of a product whose segments may have programs of their own."""
+JOINED = 1024
+"""Numbers of a program that adds up segments."""
+PREFETCHED = 64 * 1024
+"""Bytes of weights that a program asks for before it waits for the kernel in front."""
+PREFETCH_ROWS = 256
+"""With more rows a program is not there before its multiprocessor has been at work."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def segments_of(dtype: torch.dtype, columns: int, depth: int) -> int:
+    """How many segments K has: for few columns and a large K programs must share it to be enough.
+    Part of what a row's bits are, so the number of rows must not be asked for."""
+    if dtype is torch.float32 or columns > 8192 or depth < 2048:
+        return 1
+    return 4 if depth >= 8192 else 2
+
+
+def segment_size(depth: int, segments: int) -> int:
+    """Columns of K of all segments but the last one, which has the rest."""
+    return -(-depth // (segments * SEGMENT_STEP)) * SEGMENT_STEP
 
 
 def shared_bytes(tile: Tile, element_size: int, limit: int) -> int:
@@ -109,27 +150,38 @@ def find_tiles(device: torch.device, dtype: torch.dtype) -> None:
         return (torch.randn(shape, generator=generator, device=device) * 2.0**sizes).to(dtype)
 
     a, b, limit = values(128, 1024), values(256, 1024).t(), block_limit(device)
-    expected = _product(a, b, None, HALF_TILE)
+    expected = product(a, b, None, HALF_TILE)
     same = []
     for tile in HALF_TILES:
         if shared_bytes(tile, dtype.itemsize, limit) > limit:
             continue
-        if tile == HALF_TILE or torch.equal(_product(a, b, None, tile), expected):
+        if tile == HALF_TILE or torch.equal(product(a, b, None, tile), expected):
             same.append(tile)
         else:
             logger.warning("%s has other bits than %s on this GPU: it is not used", tile, HALF_TILE)
     _same[device, dtype] = tuple(same)
 
 
-def _tile(device: torch.device, dtype: torch.dtype, rows: int, columns: int, count: int) -> Tile:
-    """The largest tile that gives 7 of 8 multiprocessors work, for ``count`` products."""
+def _tile(
+    device: torch.device, dtype: torch.dtype, rows: int, columns: int, count: int, segments: int = 1
+) -> tuple[Tile, bool]:
+    """The largest tile that gives 5 of 6 multiprocessors work, for ``count`` products, and whether
+    each segment has a program of its own."""
     same = _same.get((device, dtype), ())
+    may_split = segments > 1 and count == 1 and rows <= MOST_SPLIT
     for tile in same:
-        tiles = count * triton.cdiv(rows, tile.m) * triton.cdiv(columns, tile.n)
-        is_enough = 8 * tiles >= 7 * _multiprocessors(device) or tile == same[-1]
-        if is_enough and (tile.m <= 64 or rows > 64):
-            return tile
-    return tile_of(dtype, columns, block_limit(device))
+        if tile.m > 64 and rows <= 64:
+            continue
+        enough = 5 * _multiprocessors(device)
+        tiles = 6 * count * triton.cdiv(rows, tile.m) * triton.cdiv(columns, tile.n)
+        holds = segments == 1 or tile.m * tile.n <= WIDEST_SUM
+        if tiles >= enough and holds:
+            return tile, False
+        if may_split and segments * tiles >= enough:
+            return tile, True
+        if tile == same[-1]:
+            return tile, may_split
+    return tile_of(dtype, columns, block_limit(device)), False
 
 
 @functools.cache
@@ -140,9 +192,11 @@ def _multiprocessors(device: torch.device) -> int:
 # Rows must not steer specialisation: one compiled kernel serves every M.
 @triton.jit(do_not_specialize=["rows"])
 def _matmul_kernel(
-    a_ptr, b_ptr, bias_ptr, out_ptr, rows, columns, depth, b_k, b_n,
+    a_ptr, b_ptr, bias_ptr, out_ptr, partial_ptr, rows, columns, depth, b_k, b_n,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, GROUP_M: tl.constexpr,
+    SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+    LINES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row_tiles = tl.cdiv(rows, BLOCK_M)
@@ -151,23 +205,37 @@ def _matmul_kernel(
     side_by_side = tl.minimum(row_tiles - first_tile, GROUP_M)
     m = (first_tile + program % per_group % side_by_side) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = program % per_group // side_by_side * BLOCK_N + tl.arange(0, BLOCK_N)
-    total = _sum(
-        a_ptr, b_ptr, m, n, rows, columns, depth, b_k, b_n, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K,
-        PRECISION,
-    )  # fmt: skip
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + n, mask=n < columns, other=0.0)
-        total += bias.to(tl.float32)[None, :]
-    out_ptrs = out_ptr + m.to(tl.int64)[:, None] * columns + n[None, :]
+    segment = tl.program_id(1)
+    if LINES > 0:
+        prefetch(b_ptr, n, segment * SEGMENT, columns, depth, b_n, LINES)
+    pdl_enter(PDL)
+    out_at = m.to(tl.int64)[:, None] * columns + n[None, :]
     is_one = (m < rows)[:, None] & (n < columns)[None, :]
-    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_one)
+    if SPLIT:
+        total = sum_in_order(
+            a_ptr, b_ptr, m, n, rows, columns, depth, b_k, b_n, segment * SEGMENT,
+            tl.minimum(segment * SEGMENT + SEGMENT, depth), BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K,
+            PRECISION,
+        )  # fmt: skip
+        partial_ptr += segment.to(tl.int64) * rows * columns
+        tl.store(partial_ptr + out_at, total, mask=is_one)
+    else:
+        total = sum_of_segments(
+            a_ptr, b_ptr, m, n, rows, columns, depth, b_k, b_n, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K,
+            PRECISION, SEGMENTS, SEGMENT,
+        )  # fmt: skip
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + n, mask=n < columns, other=0.0)
+            total += bias.to(tl.float32)[None, :]
+        tl.store(out_ptr + out_at, total.to(out_ptr.dtype.element_ty), mask=is_one)
 
 
 @triton.jit
 def _grouped_kernel(
     a_ptr, b_ptr, ends_ptr, out_ptr, groups, columns, depth, b_g, b_k, b_n,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-    GROUPS_PAD: tl.constexpr, PRECISION: tl.constexpr,
+    GROUPS_PAD: tl.constexpr, PRECISION: tl.constexpr, SEGMENTS: tl.constexpr,
+    SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """A tile of the rows of one group times its matrix. A group's tiles begin at its first row //
     BLOCK_M + its index, which leaves room for the ragged tiles of all groups before it."""
@@ -184,40 +252,13 @@ def _grouped_kernel(
         return
     m = begin + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    total = _sum(
+    total = sum_of_segments(
         a_ptr, b_ptr + group.to(tl.int64) * b_g, m, n, end, columns, depth, b_k, b_n, BLOCK_M,
-        BLOCK_N, BLOCK_K, EVEN_K, PRECISION,
+        BLOCK_N, BLOCK_K, EVEN_K, PRECISION, SEGMENTS, SEGMENT,
     )  # fmt: skip
     out_ptrs = out_ptr + m.to(tl.int64)[:, None] * columns + n[None, :]
     is_one = (m < end)[:, None] & (n < columns)[None, :]
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_one)
-
-
-@triton.jit
-def _sum(
-    a_ptr, b_ptr, m, n, rows, columns, depth, b_k, b_n,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Rows m of ``a`` times columns n of ``b``, in the order of K; those that are not there are
-    0."""
-    k = tl.arange(0, BLOCK_K)
-    in_rows = (m < rows)[:, None]
-    in_columns = (n < columns)[None, :]
-    a_ptrs = a_ptr + m.to(tl.int64)[:, None] * depth + k[None, :]
-    b_ptrs = b_ptr + k[:, None] * b_k + n.to(tl.int64)[None, :] * b_n
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, depth, BLOCK_K):
-        if EVEN_K:
-            a = tl.load(a_ptrs, mask=in_rows, other=0.0)
-            b = tl.load(b_ptrs, mask=in_columns, other=0.0)
-        else:
-            a = tl.load(a_ptrs, mask=in_rows & (start + k < depth)[None, :], other=0.0)
-            b = tl.load(b_ptrs, mask=in_columns & (start + k < depth)[:, None], other=0.0)
-        total = tl.dot(a, b, total, input_precision=PRECISION)
-        a_ptrs += BLOCK_K
-        b_ptrs += BLOCK_K * b_k
-    return total
 
 
 def matmul_by_row(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -240,28 +281,45 @@ def matmul_by_row(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     if bias is not None and (bias.shape != (columns,) or bias.stride(0) != 1):
         bias = bias.expand(columns).contiguous()
     flat = a.reshape(-1, depth).contiguous()
-    tile = _tile(a.device, a.dtype, flat.shape[0], columns, 1)
-    return _product(flat, b, bias, tile).view(*a.shape[:-1], columns)
+    segments = segments_of(a.dtype, columns, depth)
+    tile, split = _tile(a.device, a.dtype, flat.shape[0], columns, 1, segments)
+    return product(flat, b, bias, tile, split).view(*a.shape[:-1], columns)
 
 
-def _product(a: Tensor, b: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
-    """``[rows, columns]``"""
+def product(a: Tensor, b: Tensor, bias: Tensor | None, tile: Tile, split: bool = False) -> Tensor:
+    """:func:`matmul_by_row` of a contiguous ``[rows, K]`` with a given tile; ``split`` gives each
+    segment of K a program of its own, where there are several."""
     (rows, depth), columns = a.shape, b.shape[1]
     out = torch.empty((rows, columns), dtype=a.dtype, device=a.device)
     if out.numel() == 0:
         return out
+    segments, pdl = segments_of(a.dtype, columns, depth), uses_pdl(a.device)
+    split = split and segments > 1
+    partial = out
+    if split:
+        partial = torch.empty((segments, rows, columns), dtype=torch.float32, device=a.device)
+    prefetches = pdl and a.element_size() == 2 and b.stride(0) == 1 and rows <= PREFETCH_ROWS
 
     def launch(tile: Tile) -> None:
-        grid = (triton.cdiv(rows, tile.m) * triton.cdiv(columns, tile.n),)
+        grid = (
+            triton.cdiv(rows, tile.m) * triton.cdiv(columns, tile.n), segments if split else 1,
+        )  # fmt: skip
         _matmul_kernel[grid](
-            a, b, b if bias is None else bias, out, rows, columns, depth, b.stride(0),
+            a, b, b if bias is None else bias, out, partial, rows, columns, depth, b.stride(0),
             b.stride(1), BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k,
-            EVEN_K=depth % tile.k == 0, HAS_BIAS=bias is not None,
+            EVEN_K=depth % tile.k == 0, HAS_BIAS=bias is not None and not split,
             PRECISION="ieee" if a.dtype is torch.float32 else "tf32", GROUP_M=GROUP_M,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            SEGMENTS=segments, SEGMENT=segment_size(depth, segments), SPLIT=split, PDL=pdl,
+            LINES=max(1, PREFETCHED // (128 * tile.n)) if prefetches else 0,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
         )  # fmt: skip
 
     launch_fitting("batch-invariant product", tile, smaller, launch)
+    if split:
+        join_kernel[(triton.cdiv(out.numel(), JOINED),)](
+            partial, b if bias is None else bias, out, out.numel(), columns, SEGMENTS=segments,
+            BLOCK=JOINED, HAS_BIAS=bias is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        )  # fmt: skip
     return out
 
 
@@ -286,16 +344,19 @@ def matmul_by_group(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     if out.numel() == 0 or groups == 0:
         return out
 
+    segments = segments_of(a.dtype, columns, depth)
+
     def launch(tile: Tile) -> None:
         grid = (rows // tile.m + groups, triton.cdiv(columns, tile.n))
         _grouped_kernel[grid](
             a, b, ends, out, groups, columns, depth, b.stride(0), b.stride(1), b.stride(2),
             BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, EVEN_K=depth % tile.k == 0,
             GROUPS_PAD=triton.next_power_of_2(groups),
-            PRECISION="ieee" if a.dtype is torch.float32 else "tf32",
+            PRECISION="ieee" if a.dtype is torch.float32 else "tf32", SEGMENTS=segments,
+            SEGMENT=segment_size(depth, segments),
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
 
-    tile = _tile(a.device, a.dtype, -(-rows // groups), columns, groups)
+    tile, _ = _tile(a.device, a.dtype, -(-rows // groups), columns, groups, segments)
     launch_fitting("batch-invariant product of groups", tile, smaller, launch)
     return out

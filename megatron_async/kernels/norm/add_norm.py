@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_async.kernels.pdl import pdl_enter, uses_pdl
+
 MAX_COLUMNS = 32768
 """A row is one program's tile; longer ones go to the reference."""
 
@@ -21,8 +23,10 @@ def _add_norm_kernel(
     x_ptr, x_bias_ptr, residual_ptr, weight_ptr, bias_ptr, hidden_ptr, out_ptr, columns, eps,
     BLOCK: tl.constexpr, HAS_X_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     CENTER: tl.constexpr, HAS_BIAS: tl.constexpr, OFFSET: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One row. The sum is rounded before the statistics, which see what the next layer sees."""
+    pdl_enter(PDL)
     start = tl.program_id(0).to(tl.int64) * columns
     column = tl.arange(0, BLOCK)
     mask = column < columns
@@ -76,15 +80,14 @@ def add_norm(
     hidden = flat if residual is None else flat.new_empty(flat.shape)
     out = flat.new_empty(flat.shape)
     if out.numel():
-        block = triton.next_power_of_2(columns)
+        block, pdl = triton.next_power_of_2(columns), uses_pdl(x.device)
         _add_norm_kernel[(out.numel() // columns,)](
             flat, flat if x_bias is None else x_bias,
             flat if residual is None else residual.contiguous(), weight,
             weight if bias is None else bias, hidden, out, columns, eps,
             BLOCK=block, HAS_X_BIAS=x_bias is not None and residual is not None,
             HAS_RESIDUAL=residual is not None, CENTER=center, HAS_BIAS=bias is not None,
-            OFFSET=offset,
-            num_warps=max(1, min(16, block // 512)),
+            OFFSET=offset, PDL=pdl, num_warps=max(1, min(16, block // 512)), launch_pdl=pdl,
         )  # fmt: skip
     return hidden, out
 

@@ -12,11 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_async.kernels.pdl import pdl_enter, uses_pdl
+
 BLOCK = 1024
 
 
 @triton.jit
-def _swiglu_kernel(x_ptr, out_ptr, columns, BLOCK: tl.constexpr):
+def _swiglu_kernel(x_ptr, out_ptr, columns, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    pdl_enter(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < columns
@@ -33,8 +36,9 @@ def swiglu(x: Tensor) -> Tensor:
     x = x.contiguous()
     out = x.new_empty(*x.shape[:-1], columns)
     if out.numel():
+        pdl = uses_pdl(x.device)
         grid = (out.numel() // columns, triton.cdiv(columns, BLOCK))
-        _swiglu_kernel[grid](x, out, columns, BLOCK=BLOCK, num_warps=4)
+        _swiglu_kernel[grid](x, out, columns, BLOCK=BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl)
     return out
 
 

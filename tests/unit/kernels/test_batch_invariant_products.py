@@ -19,6 +19,7 @@ from tests.support.interpreter import compiled, interpreted
 
 try:
     from megatron_async.kernels.gemm import batch_invariant_triton
+    from megatron_async.kernels.gemm.batch_invariant_triton import Tile
 except ImportError:
     batch_invariant_triton = None  # type: ignore[assignment]
 
@@ -112,20 +113,67 @@ def test_a_tile_is_as_large_as_gives_all_multiprocessors_work(
     products, cpu, half = batch_invariant_triton, torch.device("cpu"), torch.bfloat16
     monkeypatch.setattr(products, "_multiprocessors", lambda device: 132)
     monkeypatch.setattr(products, "_same", {(cpu, half): products.HALF_TILES})
-    for rows, columns, count, expected in (
-        (4096, 4096, 1, (128, 256)),
-        (512, 4096, 1, (128, 128)),
-        (256, 4096, 1, (64, 128)),
-        (128, 4096, 1, (64, 64)),
-        (64, 28672, 1, (64, 128)),
-        (8, 6144, 1, (64, 32)),
-        (8, 256, 1, (64, 32)),
-        (2, 1536, 128, (64, 128)),
+    for rows, columns, count, segments, expected in (
+        (4096, 4096, 1, 1, (128, 256, False)),
+        (4096, 4096, 1, 4, (128, 128, False)),
+        (512, 4096, 1, 1, (128, 128, False)),
+        (256, 4096, 1, 1, (128, 64, False)),
+        (128, 4096, 1, 1, (64, 64, False)),
+        (128, 4096, 1, 4, (128, 128, True)),
+        (128, 28672, 1, 1, (128, 256, False)),
+        (64, 28672, 1, 1, (64, 128, False)),
+        (32, 6144, 1, 2, (64, 64, True)),
+        (32, 4096, 1, 2, (64, 64, True)),
+        (1, 4096, 1, 4, (64, 128, True)),
+        (8, 6144, 1, 1, (64, 32, False)),
+        (8, 256, 1, 1, (64, 32, False)),
+        (8, 256, 1, 2, (64, 32, True)),
+        (2, 1536, 128, 1, (64, 128, False)),
+        (2, 1536, 128, 2, (64, 128, False)),
     ):
-        tile = products._tile(cpu, half, rows, columns, count)
-        assert (tile.m, tile.n) == expected, (rows, columns)
+        tile, split = products._tile(cpu, half, rows, columns, count, segments)
+        assert (tile.m, tile.n, split) == expected, (rows, columns, segments)
     monkeypatch.setattr(products, "_same", {})
-    assert products._tile(cpu, half, 4096, 4096, 1) == products.HALF_TILE
+    assert products._tile(cpu, half, 4096, 4096, 1) == (products.HALF_TILE, False)
+
+
+@pytest.mark.skipif(batch_invariant_triton is None, reason="Triton is not built here")
+def test_segments_depend_on_the_matrix_alone_and_cover_it() -> None:
+    products, half = batch_invariant_triton, torch.bfloat16
+    for columns, depth, expected in (
+        (4096, 4096, 2), (6144, 4096, 2), (4096, 14336, 4), (28672, 4096, 1), (4096, 2047, 1),
+        (4096, 2050, 2), (64, 8200, 4),
+    ):  # fmt: skip
+        segments = products.segments_of(half, columns, depth)
+        size = products.segment_size(depth, segments)
+        assert segments == expected and size % products.SEGMENT_STEP == 0
+        assert (segments - 1) * size < depth <= segments * size
+        assert products.segments_of(torch.float32, columns, depth) == 1
+    assert all(products.SEGMENT_STEP % tile.k == 0 for tile in products.HALF_TILES)
+
+
+def check_segments(device: str, dtype: torch.dtype, depth: int, tiles: list[Tile]) -> None:
+    """A program for each segment, and one for all, add up the same."""
+    products = batch_invariant_triton
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(9, depth, generator=generator).to(device, dtype)
+    weight = torch.randn(40, depth, generator=generator).to(device, dtype)
+    bias = torch.randn(40, generator=generator).to(device, dtype)
+    segments = products.segments_of(dtype, 40, depth)
+    assert segments > 1
+    for tile in tiles:
+        whole = products.product(x, weight.t(), bias, tile)
+        assert torch.equal(products.product(x, weight.t(), bias, tile, split=True), whole), tile
+        assert torch.equal(products.product(x[4:5], weight.t(), bias, tile, split=True), whole[4:5])
+    exact = x.double() @ weight.double().t() + bias.double()
+    torch.testing.assert_close(whole.double(), exact, rtol=1e-2, atol=2e-3 * depth**0.5)
+
+
+@interpreted
+def test_interpreted_segments() -> None:
+    tile = batch_invariant_triton.HALF_TILE_NARROW
+    check_segments("cpu", torch.float16, 2050, [tile])
+    check_segments("cpu", torch.float16, 8192, [tile])
 
 
 def check_products(device: str, dtypes: tuple[torch.dtype, ...], shapes: list[tuple[int, int]],
@@ -175,6 +223,30 @@ class TestOnGpu:
         for tile in products.HALF_TILES:
             monkeypatch.setattr(products, "_tile", lambda *_, tile=tile: tile)
             assert torch.equal(products.matmul_by_row(x, weight.t(), bias), before), tile
+
+    @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+    @pytest.mark.parametrize("depth", (2050, 4096, 14336))
+    def test_segments(self, depth: int, dtype: torch.dtype, device: str) -> None:
+        check_segments(device, dtype, depth, list(batch_invariant_triton.HALF_TILES))
+
+    @pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (28672, 4096)])
+    def test_rows_of_a_step_have_the_bits_of_a_chunk(
+        self, shape: tuple[int, int], device: str
+    ) -> None:
+        """With what is chosen for each number of rows, in a graph too."""
+        products = batch_invariant_triton
+        products.find_tiles(torch.device("cuda", 0), torch.bfloat16)
+        x = torch.randn(2048, shape[1], device=device).bfloat16()
+        weight = torch.randn(shape, device=device).bfloat16()
+        chunk = products.matmul_by_row(x, weight.t())
+        for rows in (1, 3, 32, 64, 65, 128, 300, 512):
+            products.matmul_by_row(x[:rows], weight.t())
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = [products.matmul_by_row(x[k : k + rows], weight.t()) for k in (0, 700)]
+            graph.replay()
+            assert torch.equal(out[0], chunk[:rows]), rows
+            assert torch.equal(out[1], chunk[700 : 700 + rows]), rows
 
     @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
     @pytest.mark.parametrize("counts", GROUPS)

@@ -1,0 +1,130 @@
+"""Kernels of decode steps by time, and products in one order by tile: what
+``scripts/bench_invariance.py --profile`` prints."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PRODUCTS = {
+    "qkv": (6144, 4096),
+    "projection": (4096, 4096),
+    "fc1": (28672, 4096),
+    "fc2": (4096, 14336),
+    "head": (128256, 4096),
+}
+"""Columns and K of the products of Llama-8B."""
+ROWS = (1, 32, 128)
+COLD_BYTES = 250e6
+"""Weights that are read between two readings of the same: more than any L2 cache holds."""
+TOP = 25
+
+
+def print_kernels(what: str, run: Callable[[], int]) -> None:
+    """Kernels by the time they take in the steps that ``run`` runs, whose number it returns. A
+    kernel that is launched early waits in its own time."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        steps = run()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    kernels = [each for each in events if each.get("cat") == "kernel"]
+    times: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for each in kernels:
+        grid = "x".join(str(size) for size in each["args"].get("grid", ()))
+        times[each["name"][:60], grid].append(each["dur"])
+    total = sum(each["dur"] for each in kernels) / steps
+    print(f"\n{what}: {len(kernels) / steps:.1f} kernels a step, {total:.1f} us of kernels a step")
+    print("\n| us a step | a step | mean us | grid | kernel |\n|---|---|---|---|---|")
+    for (name, grid), each in sorted(times.items(), key=lambda item: -sum(item[1]))[:TOP]:
+        spent, mean = sum(each) / steps, sum(each) / len(each)
+        print(f"| {spent:.1f} | {len(each) / steps:.1f} | {mean:.2f} | {grid} | {name} |")
+
+
+def print_products(device: torch.device) -> None:
+    """Products of each tile beside cuBLAS, in us and GB/s of weights, with weights that are in no
+    cache; whether segments of K have programs of their own; and whether bits are those of others.
+    """
+    from megatron_async.kernels.gemm import batch_invariant_triton as products
+
+    products.find_tiles(torch.device(device.type, device.index or 0), torch.bfloat16)
+    tile_type = products.Tile
+    trial = (
+        tile_type(16, 32, 128, num_warps=4, num_stages=8),
+        tile_type(16, 64, 128, num_warps=4, num_stages=5),
+        tile_type(16, 128, 64, num_warps=4, num_stages=6),
+        tile_type(32, 128, 64, num_warps=4, num_stages=5),
+        tile_type(64, 32, 128, num_warps=4, num_stages=8),
+    )
+    print("| product | rows | tile | programs | us | GB/s | bits |\n|---|---|---|---|---|---|---|")
+    for name, (columns, depth) in PRODUCTS.items():
+        segments = products.segments_of(torch.bfloat16, columns, depth)
+        weights = _weights(columns, depth, device)
+        size = columns * depth * 2
+        for rows in ROWS:
+            x = torch.randn(rows, depth, device=device, dtype=torch.bfloat16)
+            spent = _time(lambda w, x=x: F.linear(x, w), weights)
+            _print_product(name, rows, "cuBLAS", "", spent, size, "")
+            expected = products.matmul_by_row(x, weights[0].t())
+            spent = _time(lambda w, x=x: products.matmul_by_row(x, w.t()), weights)
+            _print_product(name, rows, "as chosen", "", spent, size, "")
+            for tile in (*products.HALF_TILES, *trial):
+                if tile.m > max(64, rows) or (tile.m < 64 and rows > 32):
+                    continue
+                programs = -(-rows // tile.m) * -(-columns // tile.n) * segments
+                out = products.product(x, weights[0].t(), None, tile, split=True)
+                same = "same" if torch.equal(out, expected) else "OTHER"
+                spent = _time(
+                    lambda w, x=x, tile=tile: products.product(x, w.t(), None, tile, split=True),
+                    weights,
+                )
+                _print_product(name, rows, str(tuple(tile)), str(programs), spent, size, same)
+        del weights
+
+
+def _print_product(
+    name: str, rows: int, tile: str, programs: str, spent: float, size: int, bits: str
+) -> None:
+    rate = f"{size / spent / 1e3:.0f}"
+    print(f"| {name} | {rows} | {tile} | {programs} | {spent:.1f} | {rate} | {bits} |", flush=True)
+
+
+def _weights(columns: int, depth: int, device: torch.device) -> list[Tensor]:
+    """So many that the first one is in no cache any more behind the last one."""
+    count = max(2, round(COLD_BYTES / (columns * depth * 2)))
+    return [
+        torch.randn(columns, depth, device=device, dtype=torch.bfloat16) / depth**0.5
+        for _ in range(count)
+    ]
+
+
+def _time(product: Callable[[Tensor], Any], weights: list[Tensor]) -> float:
+    """us of a product in a captured graph."""
+    for weight in weights[:2]:
+        product(weight)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for weight in weights:
+            product(weight)
+    graph.replay()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    replays = 5
+    begin.record()
+    for _ in range(replays):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) * 1e3 / replays / len(weights)
