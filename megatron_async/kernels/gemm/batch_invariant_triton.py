@@ -98,7 +98,10 @@ def segments_of(dtype: torch.dtype, columns: int, depth: int) -> int:
 
 
 def segment_size(depth: int, segments: int) -> int:
-    """Columns of K of all segments but the last one, which has the rest."""
+    """Columns of K of all segments but the last one, which has the rest; 0 of one alone, since
+    what kernels are compiled with need not know them."""
+    if segments == 1:
+        return 0
     return -(-depth // (segments * SEGMENT_STEP)) * SEGMENT_STEP
 
 

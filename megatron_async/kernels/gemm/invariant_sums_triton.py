@@ -52,9 +52,12 @@ def sum_of_segments(
     PRECISION: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """Rows m of ``a`` times columns n of ``b``, segment after segment."""
+    first = depth
+    if SEGMENTS > 1:
+        first = tl.minimum(SEGMENT, depth)
     total = sum_in_order(
-        a_ptr, b_ptr, m, n, rows, columns, depth, b_k, b_n, 0, tl.minimum(SEGMENT, depth), BLOCK_M,
-        BLOCK_N, BLOCK_K, EVEN_K, PRECISION,
+        a_ptr, b_ptr, m, n, rows, columns, depth, b_k, b_n, 0, first, BLOCK_M, BLOCK_N, BLOCK_K,
+        EVEN_K, PRECISION,
     )  # fmt: skip
     if SEGMENTS > 1:
         for segment in range(1, SEGMENTS):
