@@ -11,6 +11,12 @@ that it takes, with its own error, also as three launches. ``error`` is the larg
 the reference in units of the largest value; above 2e-2 the exit status is 1. ``--sweep`` times
 other tiles too and says which won. With ``--scale-columns N`` weights are e4m3, and N columns of a
 row share a scale, or with 0 all of them; with ``--mxfp4`` they are MXFP4.
+
+    python scripts/bench_moe.py --tokens 65,128,256,1024,4096
+
+times the experts of more tokens (``kernels/moe/grouped.py``), whole and by launches, and PyTorch's
+``grouped_mm``, for ``--shape`` or for Qwen3-30B-A3B and GPT-OSS-20B; shares are those of the floor,
+at 4.3 TB/s or 780 TFLOP/s. It also says which rows of a tile win, and with ``--sweep`` which tiles.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import bench_grouped
 import torch
 from bench_kernels import microseconds
 
@@ -63,6 +70,7 @@ SHAPES = {
         ExpertActivation(function="quick_gelu", limit=7.0, offset=1.0),
     ),
 }
+OF_TOKENS = ("qwen3-30b-a3b", "gpt-oss-20b")
 LAYERS = {1: 6, 2: 5, 4: 4, 8: 3}
 """Layers that a graph goes round, by rows; 2 for more."""
 
@@ -310,17 +318,30 @@ def short(tile: Tile) -> str:
     return f"{tile.block_n}x{tile.block_k} s{tile.stages} w{tile.warps} k{tile.splits}{swapped}"
 
 
+def many_tokens(args: argparse.Namespace) -> int:
+    """The experts of many tokens. Returns 1 if results differ from the reference."""
+    torch.manual_seed(0)
+    tokens = [int(count) for count in args.tokens.split(",")]
+    names = OF_TOKENS if args.shape is None else (args.shape,)
+    errors = [bench_grouped.run(name, SHAPES[name], tokens, sweep=args.sweep) for name in names]
+    return int(not max(errors) < ERROR_LIMIT)
+
+
 def main() -> int:
     """Run the script. Returns 1 if results differ from the reference."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--shape", default="qwen3-30b-a3b", choices=sorted(SHAPES))
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="default: qwen3-30b-a3b")
+    parser.add_argument("--tokens", metavar="T,...")
     parser.add_argument("--rows", default="1,8,32,64", metavar="R,...")
     parser.add_argument("--sweep", action="store_true")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--scale-columns", type=int, metavar="N")
     kinds.add_argument("--mxfp4", action="store_true")
     args = parser.parse_args()
+    if args.tokens is not None:
+        return many_tokens(args)
+    args.shape = args.shape or OF_TOKENS[0]
     shape = with_scales(SHAPES[args.shape], args.scale_columns, packed=args.mxfp4)
     device, wrong = torch.device("cuda", torch.cuda.current_device()), False
     sm_count = torch.cuda.get_device_properties(device).multi_processor_count

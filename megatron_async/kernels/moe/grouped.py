@@ -186,7 +186,7 @@ def grouped_experts(
     Returns:
         ``[T, H]`` like ``hidden``; zeros in rows without experts.
     """
-    (tokens, size), top_k = hidden.shape, routing.ids.shape[1]
+    tokens, top_k = routing.ids.shape
     if tokens == 0:
         return torch.empty_like(hidden)
     if tiles is None:
@@ -194,18 +194,12 @@ def grouped_experts(
         tiles = choose_tiles(mean, hidden.element_size(), block_limit(hidden.device))
     hidden, ids = hidden.contiguous(), routing.ids.contiguous()
     order = order_slots(ids, len(w1), tiles.m)
-    activated = _up(hidden, order, w1, b1, top_k, activation, tiles)
-    weighted = _down(activated, order, w2, b2, routing.weights.contiguous(), tiles)
-    out = torch.empty_like(hidden)
-    block = min(_SUM_BLOCK, triton.next_power_of_2(size))
-    sum_kernel[(tokens, triton.cdiv(size, block))](
-        weighted, ids, out, HIDDEN=size, TOP_K=top_k, BLOCK=block, num_warps=4,
-        **_pdl(hidden.device),
-    )  # fmt: skip
-    return out
+    activated = first_layers(hidden, order, w1, b1, top_k, activation, tiles)
+    weighted = second_layers(activated, order, w2, b2, routing.weights.contiguous(), tiles)
+    return sum_slots(weighted, ids)
 
 
-def _up(
+def first_layers(
     hidden: Tensor, order: Order, w1: Tensor, b1: Tensor | None, top_k: int,
     activation: ExpertActivation, tiles: GroupedTiles,
 ) -> Tensor:  # fmt: skip
@@ -227,7 +221,7 @@ def _up(
     return out
 
 
-def _down(
+def second_layers(
     activated: Tensor, order: Order, w2: Tensor, b2: Tensor | None, weights: Tensor,
     tiles: GroupedTiles,
 ) -> Tensor:  # fmt: skip
@@ -245,6 +239,18 @@ def _down(
         )  # fmt: skip
 
     launch_fitting("grouped experts, second layers", tiles.down, smaller, launch)
+    return out
+
+
+def sum_slots(weighted: Tensor, ids: Tensor) -> Tensor:
+    """``[T, H]``: slots ``[T * k, H]`` added up, but for those with a negative id in ``[T, k]``."""
+    (tokens, top_k), size = ids.shape, weighted.shape[1]
+    out = weighted.new_empty(tokens, size)
+    block = min(_SUM_BLOCK, triton.next_power_of_2(size))
+    sum_kernel[(tokens, triton.cdiv(size, block))](
+        weighted, ids, out, HIDDEN=size, TOP_K=top_k, BLOCK=block, num_warps=4,
+        **_pdl(weighted.device),
+    )  # fmt: skip
     return out
 
 
