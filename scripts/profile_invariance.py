@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 from collections import defaultdict
@@ -80,17 +81,20 @@ def print_products(device: torch.device) -> None:
             expected = products.matmul_by_row(x, weights[0].t())
             spent = _time(lambda w, x=x: products.matmul_by_row(x, w.t()), weights)
             _print_product(name, rows, "as chosen", "", spent, size, "")
-            for tile in (*products.HALF_TILES, *trial):
+            for tile, split in itertools.product((*products.HALF_TILES, *trial), (True, False)):
                 if tile.m > max(64, rows) or (tile.m < 64 and rows > 32):
                     continue
-                programs = -(-rows // tile.m) * -(-columns // tile.n) * segments
-                out = products.product(x, weights[0].t(), None, tile, split=True)
-                same = "same" if torch.equal(out, expected) else "OTHER"
-                spent = _time(
-                    lambda w, x=x, tile=tile: products.product(x, w.t(), None, tile, split=True),
-                    weights,
-                )
-                _print_product(name, rows, str(tuple(tile)), str(programs), spent, size, same)
+                if not split and (segments == 1 or tile.n > 64):
+                    continue
+                programs = -(-rows // tile.m) * -(-columns // tile.n) * (segments if split else 1)
+
+                def product(w: Tensor, x: Tensor = x, tile: Any = tile, split: bool = split) -> Any:
+                    return products.product(x, w.t(), None, tile, split=split)
+
+                same = "same" if torch.equal(product(weights[0]), expected) else "OTHER"
+                spent = _time(product, weights)
+                what = f"{tuple(tile)}{' split' if split and segments > 1 else ''}"
+                _print_product(name, rows, what, str(programs), spent, size, same)
         del weights
 
 
@@ -102,7 +106,7 @@ def _print_product(
 
 
 def _weights(columns: int, depth: int, device: torch.device) -> list[Tensor]:
-    """So many that the first one is in no cache any more behind the last one."""
+    """Weights of which the first one is in no cache any more behind the last one."""
     count = max(2, round(COLD_BYTES / (columns * depth * 2)))
     return [
         torch.randn(columns, depth, device=device, dtype=torch.bfloat16) / depth**0.5
