@@ -71,11 +71,17 @@ class Threads:
     Args:
         most: threads.
         clock: ns.
+
+    Attributes:
+        counts: that are compared.
+        executors: of each; None is the caller's own thread, which nobody has to wake.
     """
 
     def __init__(self, most: int, clock: Callable[[], int] = time.perf_counter_ns) -> None:
         self.counts = sorted({1, (most + 1) // 2, most})
-        self.executors = [llguidance.LLExecutor(count) for count in self.counts]
+        self.executors = [
+            llguidance.LLExecutor(count) if count > 1 else None for count in self.counts
+        ]
         self._clock = clock
         self._costs: list[float | None] = [None] * len(self.counts)
         """ns a mask; None where it was not tried."""
@@ -87,7 +93,7 @@ class Threads:
         known = [(cost, place) for place, cost in enumerate(self._costs) if cost is not None]
         return min(known)[1] if known else 0
 
-    def run(self, masks: int, make: Callable[[llguidance.LLExecutor], None]) -> None:
+    def run(self, masks: int, make: Callable[[llguidance.LLExecutor | None], None]) -> None:
         """Have an executor make some masks."""
         place = self._next()
         started = self._clock()
@@ -174,23 +180,25 @@ class WindowMasks:
         found = self._found[:count]
         found[:, -1] = NOT_REACHED
         if self._threads is None or len({id(each.matcher.grammar) for each in quick}) < 2:
-            self._make(quick, self._one)
+            self._make(quick, None)
         else:
             quick = sorted(quick, key=lambda each: id(each.matcher.grammar))
             self._threads.run(count, functools.partial(self._make, quick))
         return found
 
-    def _make(self, quick: Sequence[_Quick], executor: llguidance.LLExecutor) -> None:
+    def _make(self, quick: Sequence[_Quick], executor: llguidance.LLExecutor | None) -> None:
+        """By an executor, or with None in this thread as far as the library can."""
         pointer, size, count = self._pointer, self._size, len(self._found)
         single = [(each.used, each.at) for each in quick if not each.drafts]
-        if len(single) == 1:
-            ((used, at),) = single
-            used.unsafe_compute_mask_ptr(pointer + at * size, size)
+        if executor is None:
+            for used, at in single:
+                used.unsafe_compute_mask_ptr(pointer + at * size, size)
         elif single:
             executor.unsafe_compute_mask_ptr(single, pointer, size, count)
         drafted = [(each.used, each.at, each.drafts) for each in quick if each.drafts]
         if drafted:
-            executor.unsafe_compute_mask_ptr_with_draft_token(drafted, pointer, size, count)
+            maker = executor or self._one
+            maker.unsafe_compute_mask_ptr_with_draft_token(drafted, pointer, size, count)
 
     def _written(
         self, window: Window, each: _Quick, found: Mask, last: list[int], tails: bytes
