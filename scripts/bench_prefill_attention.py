@@ -59,7 +59,8 @@ def inputs_of(count: int, length: int, start: int, block_size: int) -> Inputs:
     chunks = tuple(PlacedChunk(n, n * length, length, start) for n in range(count))
     query = torch.randn(count * length, HEADS, HEAD_DIM, **like)
     gathered = [
-        whole_prefill.gather_blocks(*cache, row, whole, whole, torch.bfloat16) for row in table
+        whole_prefill.gather_blocks(*cache, table, [n], whole, whole, torch.bfloat16)[:, 0]
+        for n in range(count)
     ]
     places = torch.arange(count + 1, dtype=torch.int32, device="cuda")
     return Inputs(
@@ -77,32 +78,34 @@ def ours(x: Inputs) -> Iterator[Way]:
         return x.out
 
     def library() -> Tensor:
-        if not whole_prefill.whole_mixed_attention(x.query, *cache, x.chunks, SCALE, x.out):
+        out = whole_prefill.whole_mixed_attention(x.query, *cache, x.chunks, SCALE, None)
+        if out is None:
             raise RuntimeError("refused")
-        return x.out
+        return out
 
     yield "Triton", triton_kernel
     yield "cuDNN over the cache", library
-    chunk, grid = x.chunks[0], whole_prefill.GRID
+    run = whole_prefill.runs_of(x.chunks)[0]
+    chunk, slots, grid = run[0], [each.slot for each in run], whole_prefill.GRID
     before = chunk.start // grid * grid
     side = whole_prefill.size_of_square(chunk.start - before + chunk.length)
     end = chunk.start + chunk.length
-    gather = partial(
-        whole_prefill.gather_blocks, x.keys, x.values, x.table[0], before + side, end,
-        torch.bfloat16,
-    )  # fmt: skip
-    yield "  of one chunk: gather", gather
+    gather = partial(whole_prefill.gather_blocks, *cache, slots, before + side, end, torch.bfloat16)
+    parts = f"  of {len(run)} together:"
+    yield f"{parts} gather", gather
     keys, values = gather()
-    query = x.query.new_zeros(side, HEADS, HEAD_DIM)
+    query = x.query.new_zeros(len(run), side, HEADS, HEAD_DIM)
     part = whole_prefill.attend_part
-    square = (query, keys[before:], values[before:], SCALE)
-    yield "  of one chunk: square", partial(part, *square, causal=True, wants_mass=before > 0)
+    square = (query, keys[:, before:], values[:, before:], SCALE)
+    yield f"{parts} square", partial(part, *square, causal=True, wants_mass=before > 0)
     out, mass = part(*square, causal=True)
     if before:
         at = whole_prefill.pieces(before, whole_prefill.KEY_BITS)[0]
-        yield "  of one chunk: first piece", partial(part, query, keys[at], values[at], SCALE)
-        yield "  of one chunk: merge", partial(whole_prefill.merge, out, mass, out.clone(), mass)
-    yield "  of one chunk: copy", partial(x.out[: chunk.length].copy_, out[: chunk.length])
+        given = (query, keys[:, at], values[:, at], SCALE)
+        yield f"{parts} first piece", partial(part, *given)
+        other = (out[0].clone(), mass[0].clone())
+        yield f"{parts} merge", partial(whole_prefill.merge, out[0], mass[0], *other)
+    yield f"{parts} copy, where others are in the step", partial(torch.clone, out)
 
 
 def others(x: Inputs) -> Iterator[Way]:

@@ -38,6 +38,8 @@ GRID = 512
 SQUARE_BITS, ROW_BITS, KEY_BITS = 4, 1, 3
 """Sizes of squares, of rows and of keys of pieces have this many significant bits in units of the
 grid: up to 131,072 tokens 48 squares, and pieces of 9 x 28 sizes."""
+MOST_AT_ONCE = 16
+"""Squares of one size, a power of two."""
 LEAST_CAPABILITY = (9, 0)
 MOST_HEAD_DIM = 128
 DTYPES = (torch.bfloat16, torch.float16)
@@ -80,20 +82,26 @@ def whole_mixed_attention(
     block_table: Tensor,
     chunks: Sequence[PlacedChunk],
     scale: float,
-    out: Tensor,
+    out: Tensor | None,
     *,
     sinks: Tensor | None = None,
-) -> bool:
+) -> Tensor | None:
     """``paged_prefill.paged_mixed_attention`` of ``chunks`` that the host knows.
 
-    Nothing waits for the device. Returns False where cuDNN refuses such heads, which is logged and
-    remembered; ``out`` may have been written then. On a CPU PyTorch's operations take the library's
-    place.
+    Nothing waits for the device. Returns ``out``; where that is None, so that ``chunks`` must have
+    all tokens, a tensor ``[T, Hq, D]``. Returns None where cuDNN refuses such heads, which is
+    logged and remembered; ``out`` may have been written then. On a CPU PyTorch's operations take
+    the library's place.
     """
     query = query.contiguous()
     try:
-        for chunk in chunks:
-            _attend_chunk(query, key_cache, value_cache, block_table, chunk, scale, out, sinks)
+        for run in runs_of(chunks):
+            attended = _attend_run(query, key_cache, value_cache, block_table, run, scale, sinks)
+            if out is None:
+                if len(attended) == len(query):
+                    return attended
+                out = torch.empty_like(query)
+            out[run[0].first : run[0].first + len(attended)] = attended
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
@@ -101,47 +109,69 @@ def whole_mixed_attention(
             raise
         _refused.add(_kind(query, key_cache.shape[2]))
         logger.warning("prefill attends in Triton's kernels, since cuDNN refuses: %s", error)
-        return False
-    return True
+        return None
+    return out
 
 
 def _kind(query: Tensor, kv_heads: int) -> tuple[Any, ...]:
     return (query.device, query.dtype, *query.shape[1:], kv_heads)
 
 
-def _attend_chunk(
+def runs_of(chunks: Sequence[PlacedChunk]) -> list[list[PlacedChunk]]:
+    """``chunks`` in runs that attend together: 2, 4, ... neighbours that begin at position 0 and
+    are whole squares of one size, and others alone."""
+    alike: list[list[PlacedChunk]] = []
+    for chunk in chunks:
+        follows = chunk._replace(first=chunk.first - chunk.length)
+        is_whole = chunk.start == 0 and size_of_square(chunk.length) == chunk.length
+        if is_whole and alike and alike[-1][-1][1:] == follows[1:]:
+            alike[-1].append(chunk)
+        else:
+            alike.append([chunk])
+    runs = []
+    for each in alike:
+        while each:
+            count = 1 << min(len(each), MOST_AT_ONCE).bit_length() - 1
+            runs.append(each[:count])
+            each = each[count:]
+    return runs
+
+
+def _attend_run(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
     block_table: Tensor,
-    chunk: PlacedChunk,
+    run: Sequence[PlacedChunk],
     scale: float,
-    out: Tensor,
     sinks: Tensor | None,
-) -> None:
+) -> Tensor:
+    """What the tokens of a run attend to, ``[T of the run, Hq, D]``."""
+    chunk, count = run[0], len(run)
     before = chunk.start // GRID * GRID
     lead = chunk.start - before
     side = size_of_square(lead + chunk.length)
     keys, values = gather_blocks(
-        key_cache, value_cache, block_table[chunk.slot], before + side,
+        key_cache, value_cache, block_table, [each.slot for each in run], before + side,
         chunk.start + chunk.length, query.dtype,
     )  # fmt: skip
-    rows = _rows(query, chunk.first - lead, side)
+    rows = _rows(query, chunk.first - lead, count * side).unflatten(0, (count, side))
     total, mass = attend_part(
-        rows, keys[before:], values[before:], scale, causal=True,
+        rows, keys[:, before:], values[:, before:], scale, causal=True,
         wants_mass=before > 0 or sinks is not None,
     )  # fmt: skip
     for key_at in pieces(before, KEY_BITS):
         for row_at in pieces(side, ROW_BITS):
-            other, other_mass = attend_part(rows[row_at], keys[key_at], values[key_at], scale)
-            merge(total[row_at], mass[:, row_at], other, other_mass)
+            # Nothing is in front of a run of several.
+            part = attend_part(rows[:, row_at], keys[:, key_at], values[:, key_at], scale)
+            merge(total[0, row_at], mass[0, :, row_at], part[0][0], part[1][0])
     own = slice(lead, lead + chunk.length)
-    attended = total[own]
+    attended = total[:, own]
     if sinks is not None:
         # One more part, whose log-sum-exp is the sink and whose output is zero.
-        share = torch.sigmoid(mass[:, own] - sinks.float()[:, None])
-        attended = attended * share.t()[:, :, None]
-    out[chunk.first : chunk.first + chunk.length] = attended
+        share = torch.sigmoid(mass[:, :, own] - sinks.float()[:, None])
+        attended = attended * share.transpose(1, 2)[..., None].to(query.dtype)
+    return attended.flatten(0, 1)
 
 
 def size_of_square(length: int) -> int:
@@ -183,19 +213,26 @@ def attend_part(
     causal: bool = False,
     wants_mass: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The library's attention of query ``[Q, H, D]`` to keys and values ``[K, Hkv, D]``, all
-    contiguous. ``causal``: row r sees the first r + 1 keys.
+    """The library's attention of query ``[B, Q, H, D]`` to keys and values ``[B, K, Hkv, D]``,
+    each entry of which is contiguous. ``causal``: row r sees the first r + 1 keys.
 
-    Returns the output ``[Q, H, D]`` and, if ``wants_mass``, the log-sum-exp, fp32 ``[H, Q]``, else
-    anything.
+    Returns the output ``[B, Q, H, D]`` and, if ``wants_mass``, the log-sum-exp, fp32 ``[B, H, Q]``,
+    else anything.
     """
-    given = [x[None].transpose(1, 2) for x in (query, keys, values)]
+    given = [_with_fixed_strides(x).transpose(1, 2) for x in (query, keys, values)]
     if not query.is_cuda:
         return _attend_part_reference(given, scale, causal=causal)
     out, mass = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *given, None, wants_mass, 0.0, causal, False, scale=scale
     )[:2]
-    return out[0].transpose(0, 1), mass.view(query.shape[1::-1]) if wants_mass else out
+    count, rows, heads = query.shape[:3]
+    return out.transpose(1, 2), mass.view(count, heads, rows) if wants_mass else out
+
+
+def _with_fixed_strides(x: Tensor) -> Tensor:
+    """``x`` with strides that its shape alone determines, since a plan is one of strides too. Of
+    one entry nothing is copied."""
+    return x[0][None] if x.shape[0] == 1 else x.contiguous()
 
 
 def _attend_part_reference(
@@ -203,19 +240,19 @@ def _attend_part_reference(
 ) -> tuple[Tensor, Tensor]:
     query, keys, values = given
     group = query.shape[1] // keys.shape[1]
-    keys, values = (x[0].float().repeat_interleave(group, dim=0) for x in (keys, values))
-    scores = query[0].float() @ keys.transpose(1, 2) * scale
+    keys, values = (x.float().repeat_interleave(group, dim=1) for x in (keys, values))
+    scores = query.float() @ keys.transpose(2, 3) * scale
     if causal:
-        places = [torch.arange(size, device=query.device) for size in scores.shape[1:]]
+        places = [torch.arange(size, device=query.device) for size in scores.shape[2:]]
         scores = scores.masked_fill(places[1] > places[0][:, None], -torch.inf)
     out = (scores.softmax(-1) @ values).to(query.dtype)
-    return out.transpose(0, 1), scores.logsumexp(-1)
+    return out.transpose(1, 2), scores.logsumexp(-1)
 
 
 @triton.jit
 def _gather_kernel(
-    key_ptr, value_ptr, table_ptr, out_ptr, end, count, key_block, key_token, key_head,
-    value_block, value_token, value_head,
+    key_ptr, value_ptr, table_ptr, key_out_ptr, value_out_ptr, end, count,
+    key_block, key_token, key_head, value_block, value_token, value_head,
     BLOCK_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Keys and values of TOKENS positions, of one head."""
@@ -232,45 +269,53 @@ def _gather_kernel(
     value = tl.load(value_ptr + value_at, mask=known, other=0.0)
     mask = (place < count)[:, None] & (d < D)[None, :]
     at = (place.to(tl.int64) * heads + head)[:, None] * D + d[None, :]
-    tl.store(out_ptr + at, key.to(out_ptr.dtype.element_ty), mask=mask)
-    out_ptr += count.to(tl.int64) * heads * D
-    tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(key_out_ptr + at, key.to(key_out_ptr.dtype.element_ty), mask=mask)
+    tl.store(value_out_ptr + at, value.to(value_out_ptr.dtype.element_ty), mask=mask)
 
 
 def gather_blocks(
-    key_cache: Tensor, value_cache: Tensor, table: Tensor, count: int, end: int, dtype: torch.dtype
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    slots: Sequence[int],
+    count: int,
+    end: int,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Keys and values of positions 0 to ``count`` of a sequence, ``[2, count, Hkv, D]`` in
-    ``dtype``: from ``end`` on zeros. ``table`` [C] has the blocks of the first ``end`` ones."""
-    if not key_cache.is_cuda:
-        return gather_blocks_reference(key_cache, value_cache, table, count, end, dtype)
-    return gather_blocks_triton(key_cache, value_cache, table, count, end, dtype)
+    """Keys and values of positions 0 to ``count`` of each slot, ``[2, B, count, Hkv, D]`` in
+    ``dtype``: from ``end`` on zeros."""
+    shape = (2, len(slots), count, *key_cache.shape[2:])
+    found = torch.empty(shape, dtype=dtype, device=key_cache.device)
+    gather = gather_into_triton if key_cache.is_cuda else gather_into_reference
+    for n, slot in enumerate(slots):
+        gather(key_cache, value_cache, block_table[slot], end, found[:, n])
+    return found
 
 
-def gather_blocks_triton(
-    key_cache: Tensor, value_cache: Tensor, table: Tensor, count: int, end: int, dtype: torch.dtype
-) -> Tensor:
-    """:func:`gather_blocks` in one kernel; heads' elements are contiguous."""
+def gather_into_triton(
+    key_cache: Tensor, value_cache: Tensor, table: Tensor, end: int, into: Tensor
+) -> None:
+    """Keys and values of a sequence whose first ``end`` positions are in the blocks ``table`` [C],
+    to ``into`` [2, count, Hkv, D], behind ``end`` zeros; in one kernel. Heads' elements are
+    contiguous, and so are ``into[0]`` and ``into[1]``."""
     block_size, kv_heads, head_dim = key_cache.shape[1:]
-    found = torch.empty(2, count, kv_heads, head_dim, dtype=dtype, device=key_cache.device)
+    count = into.shape[1]
     _gather_kernel[(triton.cdiv(count, TILE), kv_heads)](
-        key_cache, value_cache, table, found, end, count,
+        key_cache, value_cache, table, into[0], into[1], end, count,
         key_cache.stride(0), key_cache.stride(1), key_cache.stride(2),
         value_cache.stride(0), value_cache.stride(1), value_cache.stride(2),
         BLOCK_SIZE=block_size, D=head_dim, D_PAD=triton.next_power_of_2(head_dim), TOKENS=TILE,
     )  # fmt: skip
-    return found
 
 
-def gather_blocks_reference(
-    key_cache: Tensor, value_cache: Tensor, table: Tensor, count: int, end: int, dtype: torch.dtype
-) -> Tensor:
-    """:func:`gather_blocks` with PyTorch."""
+def gather_into_reference(
+    key_cache: Tensor, value_cache: Tensor, table: Tensor, end: int, into: Tensor
+) -> None:
+    """:func:`gather_into_triton` with PyTorch."""
     blocks = table[: -(-end // key_cache.shape[1])]
-    found = torch.zeros(2, count, *key_cache.shape[2:], dtype=dtype, device=key_cache.device)
-    for into, cache in zip(found, (key_cache, value_cache), strict=True):
-        into[:end] = read(cache, blocks, dtype).flatten(0, 1)[:end]
-    return found
+    into[:, end:] = 0
+    for part, cache in zip(into, (key_cache, value_cache), strict=True):
+        part[:end] = read(cache, blocks, part.dtype).flatten(0, 1)[:end]
 
 
 @triton.jit

@@ -17,12 +17,18 @@ class ChunksApart(NamedTuple):
 
     Args:
         long: those that a library may attend for, one by one.
-        others: int32 [N, 4], the chunk table without them: they have no tokens. None if there are
+        others: int32 [N, 4], the chunk table without them: they have no tokens. Empty if there are
             no others.
     """
 
     long: tuple[PlacedChunk, ...]
-    others: torch.Tensor | None
+    others: torch.Tensor
+
+    def are_all(self, tokens: int) -> bool:
+        """Whether the long chunks have all tokens of a forward."""
+        last = self.long[-1]
+        is_whole = self.long[0].first == 0 and last.first + last.length == tokens
+        return is_whole and not len(self.others)
 
 
 def chunks_apart(table: torch.Tensor, chunks: tuple[PlacedChunk, ...]) -> ChunksApart | None:
@@ -33,7 +39,7 @@ def chunks_apart(table: torch.Tensor, chunks: tuple[PlacedChunk, ...]) -> Chunks
         return None
     long = tuple(chunk for chunk, each in zip(chunks, is_long, strict=True) if each)
     if all(is_long):
-        return ChunksApart(long, None)
+        return ChunksApart(long, table[:0])
     others = table.clone()
     for n, each in enumerate(is_long):
         if each:

@@ -80,6 +80,7 @@ class Case:
         rows = [tuple(chunk) for chunk in self.placed] + [(slots - 1, token + padding, 0, 0)]
         query = torch.randn(token + padding, kv_heads * group, head_dim, generator=generator)
         cache = cache.to(device, E4M3 if e4m3 else dtype)
+        self.has_others = decode_rows + padding > 0
         self.query = query.to(device, dtype)
         self.keys, self.values = cache[:, 0], cache[:, 1]
         self.table = table.to(device)
@@ -98,12 +99,13 @@ class Case:
         return out
 
     def run(self) -> Tensor:
-        out = torch.full_like(self.query, UNTOUCHED)
-        assert whole_prefill.whole_mixed_attention(
+        out = torch.full_like(self.query, UNTOUCHED) if self.has_others else None
+        attended = whole_prefill.whole_mixed_attention(
             self.query, self.keys, self.values, self.table, self.placed, self.scale, out,
             sinks=self.sinks,
         )  # fmt: skip
-        return out
+        assert attended is not None and out in (None, attended)
+        return attended
 
     def check(self) -> None:
         tolerance = TOLERANCE[self.query.dtype]
@@ -124,6 +126,7 @@ SMALL: dict[str, Pieces] = {
     "keys in two pieces": [(16 * 9 + 3, 20)],
     "rows in two pieces": [(16, 40)],
     "several": [(0, 1), (70, 33), (15, 17), (0, 300)],
+    "whole squares": [(0, 32), (0, 16), (0, 16), (0, 16), (16, 16), (16, 16), (0, 17), (0, 17)],
 }
 
 
@@ -132,6 +135,19 @@ SMALL: dict[str, Pieces] = {
 @pytest.mark.parametrize("sinks", (False, True))
 def test_parts_give_the_attention_of_chunks(name: str, sinks: bool) -> None:
     Case(SMALL[name], sinks=sinks).check()
+    Case(SMALL[name], sinks=sinks, decode_rows=0, padding=0).check()
+
+
+@pytest.mark.usefixtures("small_grid")
+def test_whole_squares_of_one_size_attend_together() -> None:
+    case = Case(SMALL["whole squares"])
+    runs = whole_prefill.runs_of(case.placed)
+    assert [len(run) for run in runs] == [1, 2, 1, 1, 1, 1, 1]
+    assert [chunk for run in runs for chunk in run] == case.placed
+    many = Case([(0, 16)] * 27)
+    assert [len(run) for run in whole_prefill.runs_of(many.placed)] == [16, 8, 2, 1]
+    apart = [case.placed[1], case.placed[3]]
+    assert [len(run) for run in whole_prefill.runs_of(apart)] == [1, 1]
 
 
 @pytest.mark.usefixtures("small_grid")
@@ -169,12 +185,17 @@ def test_short_chunks_are_left_to_the_kernel() -> None:
     chunks = (PlacedChunk(1, 3, long - 1, 5), PlacedChunk(0, long + 2, long, 0))
     table = torch.tensor([*map(tuple, chunks), (9, 2 * long + 2, 0, 0)], dtype=torch.int32)
     apart = chunks_apart(table, chunks)
-    assert apart is not None and apart.others is not None
+    assert apart is not None
     assert apart.long == chunks[1:]
     assert apart.others[:, CHUNK_LENGTH].tolist() == [long - 1, 0, 0]
     assert table[:, CHUNK_LENGTH].tolist() == [long - 1, long, 0]
     assert chunks_apart(table, chunks[:1]) is None
-    assert chunks_apart(table[1:], chunks[1:]) == ChunksApart(chunks[1:], None)
+    assert not apart.are_all(2 * long + 2)
+    alone = chunks_apart(table[1:], chunks[1:])
+    assert alone is not None and len(alone.others) == 0
+    assert not alone.are_all(2 * long + 2)
+    alone = chunks_apart(table[1:], (PlacedChunk(0, 0, long, 5), PlacedChunk(1, long, long, 5)))
+    assert alone is not None and alone.are_all(2 * long) and not alone.are_all(2 * long + 1)
 
 
 def test_placed_chunks_are_the_packets() -> None:
@@ -202,9 +223,9 @@ def test_steps_attend_apart_from_other_chunks(
     seen: list[Any] = []
     attend = whole_prefill.whole_mixed_attention
 
-    def watched(*given: Any, **options: Any) -> bool:
+    def watched(*given: Any, **options: Any) -> Tensor | None:
         seen.append(given[4])
-        return not refused and attend(*given, **options)
+        return None if refused else attend(*given, **options)
 
     monkeypatch.setattr(whole_prefill, "library_attends", lambda *_, **__: True)
     monkeypatch.setattr(whole_prefill, "whole_mixed_attention", watched)
@@ -236,9 +257,11 @@ def test_gathered_blocks_are_the_references(
     block_size: int, head_dim: int, e4m3: bool, device: str
 ) -> None:
     case = Case([(30, 41)], block_size=block_size, head_dim=head_dim, device=device, e4m3=e4m3)
-    given = (case.keys, case.values, case.table[0], 80, 71, torch.float32)
-    found = whole_prefill.gather_blocks_triton(*given)
-    assert torch.equal(found, whole_prefill.gather_blocks_reference(*given))
+    found = torch.full((2, 80, 2, head_dim), torch.nan, device=device)
+    expected = found.clone()
+    whole_prefill.gather_into_triton(case.keys, case.values, case.table[0], 71, found)
+    whole_prefill.gather_into_reference(case.keys, case.values, case.table[0], 71, expected)
+    assert torch.equal(found, expected)
 
 
 @on_devices
@@ -264,7 +287,7 @@ class TestOnGpu:
         self, group: int, head_dim: int, dtype: torch.dtype, sinks: bool, device: str
     ) -> None:
         case = Case(
-            [(0, 1024), (0, 1500), (3000, 1100), (512, 2048), (700, 37)],
+            [(0, 1024), (0, 1024), (0, 1500), (3000, 1100), (512, 2048), (700, 37)],
             group=group, head_dim=head_dim, dtype=dtype, device=device, sinks=sinks,
         )  # fmt: skip
         assert whole_prefill.library_attends(case.query, 2)
@@ -296,7 +319,7 @@ class TestOnGpu:
         case = Case([(0, 1024)], dtype=torch.bfloat16, device=device)
         out = torch.zeros_like(case.query)
         given = (case.query, case.keys, case.values, case.table, case.placed, case.scale, out)
-        assert not whole_prefill.whole_mixed_attention(*given)
+        assert whole_prefill.whole_mixed_attention(*given) is None
         assert not whole_prefill.library_attends(case.query, 2)
 
     def test_nothing_waits_for_the_device(self, device: str) -> None:
