@@ -196,6 +196,13 @@ def test_short_chunks_are_left_to_the_kernel() -> None:
     assert not alone.are_all(2 * long + 2)
     alone = chunks_apart(table[1:], (PlacedChunk(0, 0, long, 5), PlacedChunk(1, long, long, 5)))
     assert alone is not None and alone.are_all(2 * long) and not alone.are_all(2 * long + 1)
+    between = (
+        PlacedChunk(0, 0, long, 0),
+        PlacedChunk(1, long, 1, 0),
+        PlacedChunk(2, long + 1, long, 0),
+    )
+    apart = chunks_apart(torch.tensor(between, dtype=torch.int32), between)
+    assert apart is not None and not apart.are_all(2 * long + 1)
 
 
 def test_placed_chunks_are_the_packets() -> None:
