@@ -12,7 +12,7 @@ MOE = True
 MOE_ROW = True
 """Among these, the kernel for a few rows is used in place of the three."""
 
-GROUPED_EXPERTS = False
+GROUPED_EXPERTS = True
 """Grouped GEMMs of layers of experts, for more tokens than those kernels take."""
 
 LATENT = True

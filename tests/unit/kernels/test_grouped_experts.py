@@ -299,7 +299,8 @@ def test_what_the_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
             return torch.empty(*size, **{"device": device, "dtype": torch.bfloat16, **options})
 
         weights = there(4, 32, 64), there(4, 64, 16), None, None
-        assert not grouped_takes(there(65, 64), *weights), "on trial"
+        monkeypatch.setattr(trial, "GROUPED_EXPERTS", False)
+        assert not grouped_takes(there(65, 64), *weights), "off"
         monkeypatch.setattr(trial, "GROUPED_EXPERTS", True)
         assert grouped_takes(there(65, 64), *weights)
         assert not grouped_takes(there(64, 64), *weights)
