@@ -3,6 +3,7 @@
     python scripts/bench_prefill.py [--model random:llama8b] [--prompts N] [--tokens N]
     python scripts/bench_prefill.py --profile [--prompts 1 --tokens 32768]
     python scripts/bench_prefill.py --products
+    python scripts/bench_prefill.py --passes [--tokens 65536]
 
 The first takes all prompts into an engine at once, of random tokens, and says how long it takes
 until each has its first token, the median of rounds behind one that is not counted, for each of
@@ -10,7 +11,8 @@ until each has its first token, the median of rounds behind one that is not coun
 ``torch.profiler``: its kernels by the time that they take in all, and how long the GPU had none.
 The third times the linear layers of Llama-8B alone: cuBLAS's products of bfloat16 and of e4m3, with
 sums in fp32 and with fast ones, those of the Triton kernel with scales by row and by 128 columns,
-and what quantizes their inputs.
+and what quantizes their inputs. The last times what is between them, in bfloat16, as programs of
+several sizes: milliseconds and TB/s.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ from torch import Tensor
 
 from megatron_async import DynamicInferenceEngine, EngineConfig, SamplingParams
 from megatron_async.device.kernel_profiler import DeviceKernel, KernelProfiler
+from megatron_async.kernels.attention import rope_append
 from megatron_async.kernels.gemm import e4m3_inputs, scaled_e4m3
+from megatron_async.kernels.norm import swiglu
+from megatron_async.kernels.norm.add_norm import add_norm
 from megatron_async.kernels.norm.norm_inputs import add_norm_inputs
 from megatron_async.kernels.norm.swiglu_inputs import swiglu_inputs
 
@@ -158,6 +163,31 @@ def bench_products(rows: int) -> None:
     print(f"  SwiGLU and quantization: {milliseconds(partial(swiglu_inputs, gate, 1)):.3f}")
 
 
+def bench_passes(rows: int) -> None:
+    """Lines of each pass over the tokens of Llama-8B between its linear layers."""
+    like: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    hidden, gate = torch.randn(rows, 4096, **like), torch.randn(rows, 28672, **like)
+
+    def say(name: str, call: Callable[[], object], elements: int) -> None:
+        took = milliseconds(call)
+        print(f"  {name}: {took:.3f} ({2e-9 * rows * elements / took:.2f})", flush=True)
+
+    print(f"{rows:,} rows: ms (TB/s)")
+    say("a copy of 28672 columns", gate.clone, 2 * 28672)
+    say("addition and norm", partial(add_norm, hidden, hidden, hidden[0], None, 1e-5), 4 * 4096)
+    for block, warps in ((1024, 4), (1024, 2), (2048, 4), (2048, 8), (4096, 8)):
+        swiglu.BLOCK, swiglu.WARPS = block, warps
+        say(f"SwiGLU, {block} columns, {warps} warps", partial(swiglu.swiglu, gate), 3 * 14336)
+    packed, places = torch.randn(rows, 6144, **like), torch.arange(rows, device="cuda")
+    cache = torch.empty(2, -(-rows // 64), 64, 8, 128, **like)
+    given = (packed, *cache, places, places, torch.rand(rows, 2, 64, device="cuda"))
+    for elements in (128, 256, 512):
+        rope_append.PER_WARP = elements
+        warps = 8 * 64 // elements
+        call = partial(rope_append.rope_append, *given)
+        say(f"rotation and append, {warps} warps", call, 2 * 6144)
+
+
 def main() -> None:
     """Run the script."""
     raw = argparse.RawDescriptionHelpFormatter
@@ -166,15 +196,18 @@ def main() -> None:
     add("--model", default="random:llama8b", help="as of megatron-async serve")
     add("--device", help="default: a GPU where there is one")
     add("--prompts", type=int, default=16)
-    add("--tokens", type=int, default=4096, help="of each prompt, or rows with --products")
+    add("--tokens", type=int, default=4096, help="of each prompt, or rows of layers alone")
     add("--rounds", type=int, default=5)
     add("--formats", nargs="+", choices=list(FORMATS), help="default: all; bf16 with --profile")
     add("--profile", action="store_true", help="one more round, kernel by kernel, on a GPU")
     add("--products", action="store_true", help="linear layers alone, on a GPU")
+    add("--passes", action="store_true", help="what is between them alone, on a GPU")
     args = parser.parse_args()
     args.formats = args.formats or (["bf16"] if args.profile else list(FORMATS))
     if args.products:
         bench_products(args.tokens)
+    elif args.passes:
+        bench_passes(args.tokens)
     else:
         bench_prefill(args)
 

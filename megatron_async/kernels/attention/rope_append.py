@@ -17,6 +17,10 @@ from torch import Tensor
 from megatron_async.kernels.attention.e4m3_cache import encode, write
 from megatron_async.kernels.pdl import pdl_enter, uses_pdl
 
+PER_WARP = 128
+"""Elements of a half of all heads that a warp has. Statistics of norms are summed up in an order
+that depends on it."""
+
 
 @triton.jit
 def as_kept(x, scale, E4M3: tl.constexpr):
@@ -169,7 +173,7 @@ def rope_append(
         GROUP=group, HEADS_PAD=heads_pad, D=head_dim, D_PAD=triton.next_power_of_2(head_dim),
         HALF=half, HALF_PAD=half_pad, REST_PAD=triton.next_power_of_2(rest) if rest else 0,
         ROPE=cos_sin is not None, NORM=q_weight is not None, E4M3=scales is not None,
-        PDL=pdl, num_warps=max(1, min(8, heads_pad * half_pad // 128)), launch_pdl=pdl,
+        PDL=pdl, num_warps=max(1, min(8, heads_pad * half_pad // PER_WARP)), launch_pdl=pdl,
     )  # fmt: skip
     return query
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megatron_async.kernels.pdl import pdl_enter, uses_pdl
 
-BLOCK = 1024
+BLOCK, WARPS = 1024, 4
+"""Columns of a program, and its warps: neither changes bits."""
 
 
 @triton.jit
@@ -38,7 +39,7 @@ def swiglu(x: Tensor) -> Tensor:
     if out.numel():
         pdl = uses_pdl(x.device)
         grid = (out.numel() // columns, triton.cdiv(columns, BLOCK))
-        _swiglu_kernel[grid](x, out, columns, BLOCK=BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl)
+        _swiglu_kernel[grid](x, out, columns, BLOCK=BLOCK, PDL=pdl, num_warps=WARPS, launch_pdl=pdl)
     return out
 
 
