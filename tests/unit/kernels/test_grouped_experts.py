@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_async.kernels import trial
 from megatron_async.kernels.gemm.batch_invariant import batch_invariant_mode
@@ -96,7 +95,8 @@ class Layer:
         found = self.run(tiles)
         assert relative_error(found, self.expected().double()) < limit
         assert not found[self.dead].any()
-        assert torch.equal(found, self.run(tiles)), "bits depend on when programs run"
+        if found.is_cuda:
+            assert torch.equal(found, self.run(tiles)), "bits depend on when programs run"
 
 
 def checked_order(ids: Tensor, experts: int, rows: int) -> None:
@@ -157,9 +157,9 @@ def one_tile(m: int, n: int, k: int, *, swap: bool = False) -> GroupedTiles:
 
 # Sizes that tiles divide and not, one program's tiles and several, both orders of operands.
 CASES: Any = (
-    (Sizes(5, 2, 48, 40, SWIGLU), (16, 32, 16)),
-    (Sizes(3, 2, 64, 24, GPT_OSS, True), (32, 32, 32)),
-    (Sizes(4, 1, 40, 48, RELU2), (16, 32, 32)),
+    (Sizes(5, 2, 48, 40, SWIGLU), (16, 64, 32)),
+    (Sizes(3, 2, 64, 24, GPT_OSS, True), (16, 32, 32)),
+    (Sizes(2, 1, 40, 48, RELU2), (16, 64, 64)),
 )
 
 
@@ -169,27 +169,27 @@ CASES: Any = (
 def test_small_layers(device: str, case: int, swap: bool) -> None:
     sizes, tile = CASES[case]
     tiles = one_tile(*tile, swap=swap)
-    Layer(sizes, 41, device, torch.float32).check(1e-5, tiles)
-    if case == 1:
-        Layer(sizes, 41, device, torch.bfloat16).check(LIMIT, tiles)
-        Layer(sizes, 41, device, torch.float32, held=2).check(1e-5, tiles)
+    Layer(sizes, 29, device, torch.float32).check(1e-5, tiles)
+    if case == 1 and swap:
+        Layer(sizes, 29, device, torch.bfloat16).check(LIMIT, tiles)
+        Layer(sizes, 29, device, torch.float32, held=2).check(1e-5, tiles)
 
 
 @on_devices
 def test_a_rows_bits_do_not_depend_on_the_other_rows(device: str) -> None:
-    layer, tiles = Layer(CASES[1][0], 41, device, torch.bfloat16), one_tile(16, 32, 16)
+    layer, tiles = Layer(CASES[1][0], 29, device, torch.bfloat16), one_tile(16, 64, 64)
     together = layer.run(tiles)
-    for rows in (slice(1), slice(5, 30)):
+    for rows in (slice(1), slice(5, 21)):
         assert torch.equal(layer.run(tiles, rows), together[rows])
 
 
 @on_devices
 def test_rows_that_are_not_finite_stay_alone(device: str) -> None:
     """Dead rows reach nobody, and other rows of an expert neither."""
-    layer, tiles = Layer(CASES[0][0], 20, device, torch.float32), one_tile(16, 32, 16)
+    layer, tiles = Layer(CASES[1][0], 9, device, torch.float32), one_tile(16, 64, 64)
     expected = layer.run(tiles)
     layer.hidden[3], layer.hidden[6] = torch.nan, torch.inf
-    found, others = layer.run(tiles), torch.arange(20) != 6
+    found, others = layer.run(tiles), torch.arange(9) != 6
     assert torch.equal(found[others], expected[others]) and not found[6].isfinite().all()
 
 
@@ -292,25 +292,32 @@ def test_tiles_follow_the_tokens_of_an_expert() -> None:
         assert grouped.shared_bytes(small.up, small.m, 2, 65_536) <= 65_536
 
 
+class OnGpu(Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
 def test_what_the_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    with FakeTensorMode():
+    def there(*size: int, **options: Any) -> Tensor:
+        return torch.empty(*size, **{"dtype": torch.bfloat16, **options}).as_subclass(OnGpu)
 
-        def there(*size: int, device: str = "cuda", **options: Any) -> Tensor:
-            return torch.empty(*size, **{"device": device, "dtype": torch.bfloat16, **options})
-
-        weights = there(4, 32, 64), there(4, 64, 16), None, None
-        monkeypatch.setattr(trial, "GROUPED_EXPERTS", False)
-        assert not grouped_takes(there(65, 64), *weights), "off"
-        monkeypatch.setattr(trial, "GROUPED_EXPERTS", True)
-        assert grouped_takes(there(65, 64), *weights)
-        assert not grouped_takes(there(64, 64), *weights)
-        assert not grouped_takes(there(65, 64, device="cpu"), *weights)
-        assert not grouped_takes(there(65, 64, dtype=torch.float16), *weights)
-        assert not grouped_takes(there(65, 64), there(4, 24, 60), there(4, 60, 12))
-        assert not grouped_takes(there(65, 64), there(4, 64, 32).mT, weights[1])
-        assert not grouped_takes(there(65, 64), there(4, 32, 64, requires_grad=True), weights[1])
-        with batch_invariant_mode():
-            assert not grouped_takes(there(65, 64), *weights)
+    weights = there(4, 32, 64), there(4, 64, 16), None, None
+    monkeypatch.setattr(trial, "GROUPED_EXPERTS", False)
+    assert not grouped_takes(there(65, 64), *weights)
+    monkeypatch.setattr(trial, "GROUPED_EXPERTS", True)
+    assert grouped_takes(there(65, 64), *weights)
+    assert not grouped_takes(there(64, 64), *weights), "few tokens"
+    assert not grouped_takes(torch.empty(65, 64, dtype=torch.bfloat16), *weights), "the CPU"
+    assert not grouped_takes(there(65, 64, dtype=torch.float16), *weights)
+    assert not grouped_takes(there(65, 64), there(4, 24, 60), there(4, 60, 12)), "rows' beginnings"
+    assert not grouped_takes(there(65, 64), there(4, 64, 32).mT, weights[1])
+    trained = there(4, 32, 64, requires_grad=True)
+    assert not grouped_takes(there(65, 64), trained, weights[1])
+    with torch.no_grad():
+        assert grouped_takes(there(65, 64), trained, weights[1])
+    with batch_invariant_mode():
+        assert not grouped_takes(there(65, 64), *weights)
 
 
 @on_cuda
