@@ -12,10 +12,10 @@ from bench_kernels import microseconds
 from torch import Tensor
 
 from megatron_async.kernels.moe import grouped
-from megatron_async.kernels.moe.grouped import TILES, GroupedTile, GroupedTiles
+from megatron_async.kernels.moe.grouped import TILES, GroupedTile, GroupedTiles, GroupedWeights
 from megatron_async.kernels.moe.reference import Routing, expert_mlp
 from megatron_async.kernels.moe.shape import MoeShape
-from megatron_async.kernels.shared_memory import block_limit
+from megatron_async.kernels.shared_memory import HOPPER_BYTES
 
 BANDWIDTH, RATE = 4.3e12, 780e12
 """Bytes and operations of bfloat16 a second that floors are made of: an H200's."""
@@ -35,6 +35,7 @@ class GroupedBench:
         self.w2 = drawn(experts, hidden, inner, scale=inner**-0.5)
         self.b1 = drawn(experts, first) if bias else None
         self.b2 = drawn(experts, hidden) if bias else None
+        self.weights = GroupedWeights(self.w1, self.w2, self.b1, self.b2)
 
     def run(self, tokens: int, *, sweep: bool) -> float:
         """Time and print all ways; returns the error of ours."""
@@ -52,7 +53,7 @@ class GroupedBench:
         self._line("PyTorch's grouped_mm, all around it", 3, self.reference)
         if hasattr(F, "grouped_mm"):
             self._line("PyTorch's grouped_mm, alone", 3, self._products())
-        tiles = grouped.choose_tiles(slots / settings.num_experts, 2, block_limit(self._device))
+        tiles = grouped.tiles_for(self.weights, self.hidden, slots / settings.num_experts)
         self._line(f"ours, {tiles.m} rows of a tile", 3, lambda: self.ours(None))
         order = grouped.order_slots(self.routing.ids, settings.num_experts, tiles.m)
         weighted = self.second(self.first(order, tiles), order, tiles)
@@ -64,8 +65,7 @@ class GroupedBench:
     def ours(self, tiles: GroupedTiles | None) -> Tensor:
         """``[T, H]`` with the kernels of this package."""
         return grouped.grouped_experts(
-            self.hidden, self.routing, self.w1, self.w2, self.shape.activation, b1=self.b1,
-            b2=self.b2, tiles=tiles,
+            self.hidden, self.routing, self.weights, self.shape.activation, tiles=tiles
         )  # fmt: skip
 
     def reference(self) -> Tensor:
@@ -78,13 +78,13 @@ class GroupedBench:
     def first(self, order: grouped.Order, tiles: GroupedTiles) -> Tensor:
         """The first grouped GEMM."""
         return grouped.first_layers(
-            self.hidden, order, self.w1, self.b1, self.shape.settings.top_k,
-            self.shape.activation, tiles,
+            self.hidden, order, self.weights, self.shape.settings.top_k, self.shape.activation,
+            tiles,
         )  # fmt: skip
 
     def second(self, x: Tensor, order: grouped.Order, tiles: GroupedTiles) -> Tensor:
         """The second one."""
-        return grouped.second_layers(x, order, self.w2, self.b2, self.routing.weights, tiles)
+        return grouped.second_layers(x, order, self.weights, self.routing.weights, tiles)
 
     def _order(self, tiles: GroupedTiles) -> grouped.Order:
         return grouped.order_slots(self.routing.ids, self.shape.settings.num_experts, tiles.m)
@@ -147,7 +147,7 @@ def others(m: int) -> Iterator[GroupedTile]:
             (256, 64, 3, 8, False), (256, 64, 4, 8, False))  # fmt: skip
     for sizes in few if m < 64 else many:
         tile = GroupedTile(*sizes)
-        if grouped.shared_bytes(tile, m, 2, 232_448) <= 232_448:
+        if grouped.shared_bytes(tile, m, 2, HOPPER_BYTES) <= HOPPER_BYTES:
             yield tile
 
 

@@ -55,7 +55,7 @@ def _has_row(bits, t):
 
 
 @triton.jit
-def _multiply(x, w, total, SWAP: tl.constexpr, PRECISION: tl.constexpr):
+def multiply(x, w, total, SWAP: tl.constexpr, PRECISION: tl.constexpr):
     """``total + x w^T``, or its transpose: with the weight first, 64 of its rows fill a wgmma."""
     if SWAP:
         total = tl.dot(w, tl.trans(x), total, input_precision=PRECISION)
@@ -65,8 +65,8 @@ def _multiply(x, w, total, SWAP: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _multiply_e4m3(x, w, scale, total, SWAP: tl.constexpr, PRECISION: tl.constexpr):
-    """:func:`_multiply` with e4m3 ``w``, whose rows have a ``scale`` each."""
+def multiply_e4m3(x, w, scale, total, SWAP: tl.constexpr, PRECISION: tl.constexpr):
+    """:func:`multiply` with e4m3 ``w``, whose rows have a ``scale`` each."""
     w = w.to(x.dtype)
     if SWAP:
         total += tl.dot(w, tl.trans(x), input_precision=PRECISION) * scale[:, None]
@@ -184,7 +184,7 @@ def up_kernel(
                 scale_ptr, row, in_weight, (start + BLOCK_K) // PACK + of_k, WIDTH
             )
         if E4M3 and OF_GROUPS:
-            total = _multiply_e4m3(x, w, scale, total, SWAP, PRECISION)
+            total = multiply_e4m3(x, w, scale, total, SWAP, PRECISION)
             # One step ahead, as the next product needs it.
             scale = _up_scales(
                 scale_ptr, shared_scale_ptr, expert, first_row + i, in_weight,
@@ -192,7 +192,7 @@ def up_kernel(
                 SHARED, COLUMNS, SHARED_COLUMNS,
             )  # fmt: skip
         else:
-            total = _multiply(x, w.to(x.dtype), total, SWAP, PRECISION)
+            total = multiply(x, w.to(x.dtype), total, SWAP, PRECISION)
     if SWAP:
         total = tl.trans(total)
     if E4M3 and not OF_GROUPS:
@@ -294,9 +294,9 @@ def down_kernel(
         if MXFP4:
             w = widen_mxfp4(w, factor, BLOCK_N, BLOCK_K)
         if E4M3:
-            total = _multiply_e4m3(x, w, scale, total, SWAP, PRECISION)
+            total = multiply_e4m3(x, w, scale, total, SWAP, PRECISION)
         else:
-            total = _multiply(x, w.to(x.dtype), total, SWAP, PRECISION)
+            total = multiply(x, w.to(x.dtype), total, SWAP, PRECISION)
         next_number = tl.minimum((step + 1) // STEPS, last)
         expert = tl.load(experts_ptr + next_number)
         bits = tl.load(bits_ptr + next_number)

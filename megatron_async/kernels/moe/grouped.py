@@ -9,8 +9,10 @@ on the way: weights are multiplied in before each expert's output is rounded.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,6 +26,7 @@ from megatron_async.kernels.moe.grouped_triton import (
     order_kernel,
     sum_kernel,
 )
+from megatron_async.kernels.moe.mxfp4 import PACKED
 from megatron_async.kernels.moe.reference import Routing
 from megatron_async.kernels.moe.settings import ExpertActivation
 from megatron_async.kernels.pdl import uses_pdl
@@ -41,6 +44,27 @@ _ELEMENTS = 4096
 _SUM_BLOCK = 1024
 _TOGETHER = 16
 """Tiles of rows that run together with the same columns of the weights."""
+
+
+class GroupedWeights(NamedTuple):
+    """Parameters of experts, contiguous from multiples of 16 bytes on.
+
+    ``w1`` is ``[experts, 2I or I, H]``, ``w2`` ``[experts, H, I]``, ``b1`` ``[experts, 2I or I]``
+    and ``b2`` ``[experts, H]``, the last two or None. The first two have the dtype of rows, or they
+    are e4m3 or MXFP4 with scales as in :class:`~.shape.MoeWeights`.
+    """
+
+    w1: Tensor
+    w2: Tensor
+    b1: Tensor | None = None
+    b2: Tensor | None = None
+    w1_scale: Tensor | None = None
+    w2_scale: Tensor | None = None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether they are MXFP4."""
+        return self.w1.dtype == PACKED
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,45 +101,111 @@ TILES = (
     GroupedTiles(128, GroupedTile(256, 64, 4, 8), GroupedTile(256, 64, 4, 8)),
 )
 """By rows, the fewest first."""
+WIDENED_TILES = tuple(
+    GroupedTiles(m, tile, tile)
+    for m, tile in (
+        (16, GroupedTile(64, 128, 5, 4, swap=True)),
+        (32, GroupedTile(64, 128, 5, 4, swap=True)),
+        (64, GroupedTile(64, 128, 4, 4, swap=True)),
+        (128, GroupedTile(128, 64, 4, 8, swap=True)),
+    )
+)
+"""Those for weights that are widened, which is done in registers: as first operands they stay
+there."""
 _MOST_MEAN = (10, 20, 48)
 """The most tokens that an expert has on average, of all tiles but the last: of experts whose tokens
 are drawn nearly all fit into one tile then."""
+MOST_WIDENED = 512
+"""The most tokens of an expert for which weights are widened in each tile: with more it takes less
+to multiply them out before."""
 
 
-def shared_bytes(tile: GroupedTile, rows: int, element_size: int, limit: int) -> int:
-    """What a program takes of shared memory at most on a device with such a limit."""
-    stage = (rows + tile.n) * tile.k * element_size
+def shared_bytes(
+    tile: GroupedTile, rows: int, element_size: int, limit: int, weight_size: float | None = None
+) -> int:
+    """What a program takes of shared memory at most on a device with such a limit.
+
+    Args:
+        weight_size: bytes of an element of weights that are widened, half a byte for MXFP4; None
+            for those that are not.
+    """
+    of_rows, widened = (size * tile.k * element_size for size in (rows, tile.n))
+    of_weight = int(tile.n * tile.k * (weight_size or element_size))
     buffers, first = loop_buffers(tile.stages), tile.n if tile.swap else rows
+    is_packed = (weight_size or 1) < 1
+    taken = buffers * (of_rows + of_weight)
     if first >= 64 and element_size == 2 and has_async_products(limit) and tile.stages > 1:
-        buffers += 1
-    return max(buffers * stage, 4 * rows * (tile.n + 4) if tile.swap or rows < 64 else 0)
+        taken += of_rows
+        if weight_size is None or (is_packed and tile.swap):
+            taken += of_weight
+        elif not tile.swap:
+            taken += widened
+    elif is_packed:
+        taken += widened
+    return max(taken, 4 * rows * (tile.n + 4) if tile.swap or rows < 64 else 0)
 
 
 def smaller(tile: GroupedTile) -> Iterator[GroupedTile]:
-    """Tiles that take less: of fewer stages, then of fewer columns of a step."""
-    k = tile.k
-    while k >= 16:
-        yield from (replace(tile, k=k, stages=stages) for stages in range(tile.stages, 0, -1))
-        k //= 2
-
-
-def choose_tiles(mean: float, element_size: int, limit: int) -> GroupedTiles:
-    """The tiles for experts that have ``mean`` tokens on average."""
-    number = sum(mean > most for most in _MOST_MEAN)
-    return _fitting(TILES[number], element_size, limit)
+    """Tiles that take less: of fewer stages, then of fewer columns of a step, then of fewer rows of
+    the weight."""
+    n = tile.n
+    while n >= 16:
+        k = tile.k
+        while k >= 16:
+            for stages in range(tile.stages, 0, -1):
+                yield replace(tile, n=n, k=k, stages=stages)
+            k //= 2
+        n //= 2
 
 
 @functools.cache
-def _fitting(tiles: GroupedTiles, element_size: int, limit: int) -> GroupedTiles:
+def choose_tiles(
+    number: int,
+    element_size: int,
+    limit: int,
+    weight_size: float | None = None,
+    columns: tuple[int, int] = (0, 0),
+) -> GroupedTiles:
+    """The tiles of :data:`TILES` with a number, or what of them fits a device.
+
+    Args:
+        weight_size: see :func:`shared_bytes`.
+        columns: of the first and of the second weight, as many as share a scale that is not one of
+            a whole row; 0 for none. A step lies within them.
+    """
+    chosen = (TILES if weight_size is None else WIDENED_TILES)[number]
     up, down = (
         first_that_fits(
-            (tile, *smaller(tile)),
-            lambda each: shared_bytes(each, tiles.m, element_size, limit),
+            (first, *smaller(first)),
+            lambda each: shared_bytes(each, chosen.m, element_size, limit, weight_size),
             limit,
         )
-        for tile in (tiles.up, tiles.down)
+        for first in (
+            replace(tile, k=math.gcd(tile.k, of_group))
+            for tile, of_group in zip((chosen.up, chosen.down), columns, strict=True)
+        )
     )
-    return GroupedTiles(tiles.m, up, down)
+    return GroupedTiles(chosen.m, up, down)
+
+
+def tiles_for(weights: GroupedWeights, hidden: Tensor, mean: float) -> GroupedTiles:
+    """The tiles for rows ``hidden`` if experts have ``mean`` tokens on average."""
+    w1, w2, _, _, w1_scale, w2_scale = weights
+    limit, size = block_limit(hidden.device), None if w1_scale is None else float(w1.itemsize)
+    columns = _columns(w1, w1_scale), _columns(w2, w2_scale)
+    if weights.is_packed:
+        size, columns = 0.5, (0, 0)
+    of_group = tuple(
+        0 if count == weight.shape[-1] else count
+        for count, weight in zip(columns, (w1, w2), strict=True)
+    )
+    number = sum(mean > most for most in _MOST_MEAN)
+    return choose_tiles(number, hidden.element_size(), limit, size, (of_group[0], of_group[1]))
+
+
+def _columns(weight: Tensor, scale: Tensor | None) -> int:
+    """Columns that share a scale of an e4m3 weight; 0 for one without."""
+    return 0 if scale is None else weight.shape[-1] // scale.shape[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,23 +254,18 @@ def order_slots(ids: Tensor, experts: int, rows: int) -> Order:
 def grouped_experts(
     hidden: Tensor,
     routing: Routing,
-    w1: Tensor,
-    w2: Tensor,
+    weights: GroupedWeights,
     activation: ExpertActivation,
     *,
-    b1: Tensor | None = None,
-    b2: Tensor | None = None,
     num_experts: int | None = None,
     tiles: GroupedTiles | None = None,
 ) -> Tensor:
     """Each token's experts, weighted and added up in the order of ``routing.ids``, in fp32.
 
     Args:
-        hidden, routing, w1, w2, b1, b2: as in :func:`~.reference.expert_mlp`, on one device, of one
-            floating dtype, but for ids and weights; the weights' rows are contiguous, from a
-            multiple of 16 bytes on.
-        num_experts: that the router chooses from, of all ranks; None for those of ``w1``. Tiles are
-            chosen by it.
+        hidden: ``[T, H]``, of a floating dtype.
+        num_experts: that the router chooses from, of all ranks; None for those of the weights.
+            Tiles are chosen by it.
         tiles: in place of those that are chosen.
 
     Returns:
@@ -189,32 +274,34 @@ def grouped_experts(
     tokens, top_k = routing.ids.shape
     if tokens == 0:
         return torch.empty_like(hidden)
+    experts = len(weights.w1)
     if tiles is None:
-        mean = tokens * top_k / (num_experts or len(w1))
-        tiles = choose_tiles(mean, hidden.element_size(), block_limit(hidden.device))
+        tiles = tiles_for(weights, hidden, tokens * top_k / (num_experts or experts))
     hidden, ids = hidden.contiguous(), routing.ids.contiguous()
-    order = order_slots(ids, len(w1), tiles.m)
-    activated = first_layers(hidden, order, w1, b1, top_k, activation, tiles)
-    weighted = second_layers(activated, order, w2, b2, routing.weights.contiguous(), tiles)
+    order = order_slots(ids, experts, tiles.m)
+    activated = first_layers(hidden, order, weights, top_k, activation, tiles)
+    weighted = second_layers(activated, order, weights, routing.weights.contiguous(), tiles)
     return sum_slots(weighted, ids)
 
 
 def first_layers(
-    hidden: Tensor, order: Order, w1: Tensor, b1: Tensor | None, top_k: int,
+    hidden: Tensor, order: Order, weights: GroupedWeights, top_k: int,
     activation: ExpertActivation, tiles: GroupedTiles,
 ) -> Tensor:  # fmt: skip
     """First linear layers and activation: ``[T * k, I]`` in the order of the experts."""
+    w1, b1, scale = weights.w1, weights.b1, weights.w1_scale
     parts = 2 if activation.gated else 1
-    inner, m = w1.shape[1] // parts, tiles.m
+    inner = w1.shape[1] // parts
     out = hidden.new_empty(order.slots.shape[0], inner)
 
     def launch(tile: GroupedTile) -> None:
         blocks = triton.cdiv(inner, tile.n // parts)
         grouped_up_kernel[(blocks * order.most_tiles,)](
-            hidden, w1, w1 if b1 is None else b1, order.slots, order.tiles, out, order.most_tiles,
+            hidden, _words(w1), w1 if scale is None else scale, hidden if b1 is None else b1,
+            order.slots, order.tiles, out, order.most_tiles,
             HIDDEN=hidden.shape[1], INNER=inner, TOP_K=top_k, GATED=activation.gated,
             FUNCTION=activation.function, LIMIT=activation.limit, OFFSET=activation.offset,
-            HAS_BIAS=b1 is not None, **_options(tile, m, hidden),
+            HAS_BIAS=b1 is not None, **_options(tile, tiles.m, hidden, w1, scale),
         )  # fmt: skip
 
     launch_fitting("grouped experts, first layers", tiles.up, smaller, launch)
@@ -222,24 +309,31 @@ def first_layers(
 
 
 def second_layers(
-    activated: Tensor, order: Order, w2: Tensor, b2: Tensor | None, weights: Tensor,
+    activated: Tensor, order: Order, weights: GroupedWeights, routing_weights: Tensor,
     tiles: GroupedTiles,
 ) -> Tensor:  # fmt: skip
     """Second linear layers times the routing weights: ``[T * k, H]`` by slots; anything in those
     without an expert."""
+    w2, b2, scale = weights.w2, weights.b2, weights.w2_scale
     (rows, inner), size = activated.shape, w2.shape[1]
     out = activated.new_empty(rows, size)
 
     def launch(tile: GroupedTile) -> None:
         blocks = triton.cdiv(size, tile.n)
         grouped_down_kernel[(blocks * order.most_tiles,)](
-            activated, w2, w2 if b2 is None else b2, order.slots, order.tiles, weights, out,
+            activated, _words(w2), w2 if scale is None else scale,
+            activated if b2 is None else b2, order.slots, order.tiles, routing_weights, out,
             order.most_tiles, HIDDEN=size, INNER=inner, HAS_BIAS=b2 is not None,
-            **_options(tile, tiles.m, activated),
+            **_options(tile, tiles.m, activated, w2, scale),
         )  # fmt: skip
 
     launch_fitting("grouped experts, second layers", tiles.down, smaller, launch)
     return out
+
+
+def _words(weight: Tensor) -> Tensor:
+    """The weight as the kernels read it: MXFP4 by words."""
+    return weight.view(torch.int32) if weight.dtype == PACKED else weight
 
 
 def sum_slots(weighted: Tensor, ids: Tensor) -> Tensor:
@@ -254,8 +348,13 @@ def sum_slots(weighted: Tensor, ids: Tensor) -> Tensor:
     return out
 
 
-def _options(tile: GroupedTile, rows: int, x: Tensor) -> dict[str, object]:
+def _options(
+    tile: GroupedTile, rows: int, x: Tensor, weight: Tensor, scale: Tensor | None
+) -> dict[str, object]:
+    is_packed = weight.dtype == PACKED
     return {
+        "COLUMNS": 0 if is_packed else _columns(weight, scale),
+        "MXFP4": is_packed,
         "BLOCK_M": rows,
         "BLOCK_N": tile.n,
         "BLOCK_K": tile.k,

@@ -7,6 +7,7 @@ and each expert's are cut into tiles of rows. The host reads no count: grids are
 that there may be, and programs of tiles that are not there end at once.
 
 A row's sums depend on the row and on the sizes of the tiles alone. No atomics add anything up.
+Weights may be e4m3 or MXFP4, which are widened as in ``experts_triton.py``.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,7 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_async.kernels.moe.experts_triton import activate
+from megatron_async.kernels.moe.experts_triton import activate, multiply, multiply_e4m3
+from megatron_async.kernels.moe.mxfp4_triton import MISSING, mxfp4_factors, widen_mxfp4
 from megatron_async.kernels.pdl import pdl_enter
 
 
@@ -97,42 +99,74 @@ def _place(most_tiles, BLOCKS: tl.constexpr, TOGETHER: tl.constexpr):
 
 
 @triton.jit
+def _scales(scale_ptr, row, column, DEPTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Those of rows of an e4m3 weight at a column, or at its last one."""
+    group = tl.minimum(column, DEPTH - 1) // COLUMNS
+    return tl.load(scale_ptr + row * (DEPTH // COLUMNS) + group)
+
+
+@triton.jit
 def _products(
-    x_ptrs, w_ptrs, has_row,
+    x_ptrs, w_ptr, row, scale_ptr, has_row,
     DEPTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SWAP: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+    SWAP: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, COLUMNS: tl.constexpr,
+    MXFP4: tl.constexpr,
 ):  # fmt: skip
-    """fp32 ``[BLOCK_M, BLOCK_N]``: rows times rows of the weight, from pointers to the first
-    element of each."""
+    """fp32 ``[BLOCK_M, BLOCK_N]``: rows times rows of the weight.
+
+    Args:
+        x_ptrs: to the first element of each row.
+        row: int64, rows of the weight, which are there; those of all experts lie in one.
+        scale_ptr: of e4m3 with a scale for ``COLUMNS`` of a row, or of MXFP4, by words.
+    """
+    PACK: tl.constexpr = 8 if MXFP4 else 1  # numbers of what is loaded at once
+    WIDTH: tl.constexpr = DEPTH // PACK
     k = tl.arange(0, BLOCK_K)
+    of_k = tl.arange(0, BLOCK_K // PACK)
     x_ptrs = x_ptrs[:, None] + k[None, :]
-    w_ptrs = w_ptrs[:, None] + k[None, :]
+    w_ptrs = w_ptr + row[:, None] * WIDTH + of_k[None, :]
     total = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
+    if COLUMNS:
+        scale = _scales(scale_ptr, row, 0, DEPTH, COLUMNS)
+    if MXFP4:
+        factor = mxfp4_factors(scale_ptr, row, row >= 0, of_k, WIDTH)
     for start in tl.range(0, DEPTH, BLOCK_K, num_stages=NUM_STAGES):
         if DEPTH % BLOCK_K == 0:
             x = tl.load(x_ptrs + start, mask=has_row[:, None], other=0.0)
-            w = tl.load(w_ptrs + start)
+            w = tl.load(w_ptrs + start // PACK)
         else:
             in_k = (start + k < DEPTH)[None, :]
             x = tl.load(x_ptrs + start, mask=has_row[:, None] & in_k, other=0.0)
-            w = tl.load(w_ptrs + start, mask=in_k, other=0.0)
-        if SWAP:
-            total = tl.dot(w, tl.trans(x), total, input_precision=PRECISION)
+            in_row = (start // PACK + of_k < WIDTH)[None, :]
+            w = tl.load(w_ptrs + start // PACK, mask=in_row, other=0.0)
+        # Scales of a step are loaded in the one before.
+        if MXFP4:
+            w = widen_mxfp4(w, factor, BLOCK_N, BLOCK_K)
+            factor = mxfp4_factors(
+                scale_ptr, row, row >= 0, (start + BLOCK_K) // PACK + of_k, WIDTH
+            )
+        if COLUMNS > 0 and COLUMNS < DEPTH:
+            total = multiply_e4m3(x, w, scale, total, SWAP, PRECISION)
+            scale = _scales(scale_ptr, row, start + BLOCK_K, DEPTH, COLUMNS)
         else:
-            total = tl.dot(x, tl.trans(w), total, input_precision=PRECISION)
+            total = multiply(x, w.to(x.dtype), total, SWAP, PRECISION)
     if SWAP:
         total = tl.trans(total)
+    if COLUMNS == DEPTH:
+        total *= scale[None, :]
+    if MXFP4:
+        total *= MISSING
     return total
 
 
 @triton.jit(do_not_specialize=["most_tiles"])
 def grouped_up_kernel(
-    x_ptr, w_ptr, bias_ptr, order_ptr, tiles_ptr, out_ptr, most_tiles,
+    x_ptr, w_ptr, scale_ptr, bias_ptr, order_ptr, tiles_ptr, out_ptr, most_tiles,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TOGETHER: tl.constexpr,
     GATED: tl.constexpr, FUNCTION: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
-    NUM_STAGES: tl.constexpr, PDL: tl.constexpr,
+    NUM_STAGES: tl.constexpr, COLUMNS: tl.constexpr, MXFP4: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """First linear layers, and the activation: ``[slots, INNER]`` in the order of the experts.
 
@@ -140,8 +174,8 @@ def grouped_up_kernel(
     are pairs of a row of the gate and one of the other half, which lie in one thread at the end.
     """
     PARTS: tl.constexpr = 2 if GATED else 1
-    COLUMNS: tl.constexpr = BLOCK_N // PARTS
-    tile, block = _place(most_tiles, (INNER + COLUMNS - 1) // COLUMNS, TOGETHER)
+    WIDTH: tl.constexpr = BLOCK_N // PARTS
+    tile, block = _place(most_tiles, (INNER + WIDTH - 1) // WIDTH, TOGETHER)
     pdl_enter(PDL)
     expert = tl.load(tiles_ptr + tile)
     if expert < 0:
@@ -151,17 +185,17 @@ def grouped_up_kernel(
     token = tl.load(order_ptr + row, mask=has_row, other=0) // TOP_K
     n = tl.arange(0, BLOCK_N)
     # What lies behind the last row of the weight is read again, and not written.
-    of_weight = n % PARTS * INNER + tl.minimum(block * COLUMNS + n // PARTS, INNER - 1)
+    of_weight = n % PARTS * INNER + tl.minimum(block * WIDTH + n // PARTS, INNER - 1)
     total = _products(
-        x_ptr + token.to(tl.int64) * HIDDEN,
-        w_ptr + expert.to(tl.int64) * (PARTS * INNER * HIDDEN) + of_weight * HIDDEN, has_row,
-        HIDDEN, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, PRECISION, NUM_STAGES,
+        x_ptr + token.to(tl.int64) * HIDDEN, w_ptr,
+        expert.to(tl.int64) * (PARTS * INNER) + of_weight, scale_ptr, has_row, HIDDEN, BLOCK_M,
+        BLOCK_N, BLOCK_K, SWAP, PRECISION, NUM_STAGES, COLUMNS, MXFP4,
     )  # fmt: skip
     if HAS_BIAS:
         bias = tl.load(bias_ptr + expert * (PARTS * INNER) + of_weight)
         total += bias.to(tl.float32)[None, :]
     if GATED:
-        gate, up = tl.split(tl.reshape(total, [BLOCK_M, COLUMNS, 2]))
+        gate, up = tl.split(tl.reshape(total, [BLOCK_M, WIDTH, 2]))
         if LIMIT is not None:
             gate = tl.minimum(gate, LIMIT)
             up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
@@ -170,7 +204,7 @@ def grouped_up_kernel(
         if LIMIT is not None:
             total = tl.minimum(total, LIMIT)
         out = activate(total, FUNCTION)
-    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    column = block * WIDTH + tl.arange(0, WIDTH)
     tl.store(
         out_ptr + row.to(tl.int64)[:, None] * INNER + column[None, :],
         out.to(out_ptr.dtype.element_ty),
@@ -180,11 +214,11 @@ def grouped_up_kernel(
 
 @triton.jit(do_not_specialize=["most_tiles"])
 def grouped_down_kernel(
-    x_ptr, w_ptr, bias_ptr, order_ptr, tiles_ptr, weights_ptr, out_ptr, most_tiles,
+    x_ptr, w_ptr, scale_ptr, bias_ptr, order_ptr, tiles_ptr, weights_ptr, out_ptr, most_tiles,
     HIDDEN: tl.constexpr, INNER: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TOGETHER: tl.constexpr,
     HAS_BIAS: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
-    NUM_STAGES: tl.constexpr, PDL: tl.constexpr,
+    NUM_STAGES: tl.constexpr, COLUMNS: tl.constexpr, MXFP4: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Second linear layers, times the routing weights: ``[slots, HIDDEN]`` by slots."""
     tile, block = _place(most_tiles, (HIDDEN + BLOCK_N - 1) // BLOCK_N, TOGETHER)
@@ -197,9 +231,9 @@ def grouped_down_kernel(
     column = block * BLOCK_N + tl.arange(0, BLOCK_N)
     of_weight = tl.minimum(column, HIDDEN - 1)
     total = _products(
-        x_ptr + row.to(tl.int64) * INNER,
-        w_ptr + expert.to(tl.int64) * (HIDDEN * INNER) + of_weight * INNER, has_row,
-        INNER, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, PRECISION, NUM_STAGES,
+        x_ptr + row.to(tl.int64) * INNER, w_ptr, expert.to(tl.int64) * HIDDEN + of_weight,
+        scale_ptr, has_row, INNER, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, PRECISION, NUM_STAGES, COLUMNS,
+        MXFP4,
     )  # fmt: skip
     if HAS_BIAS:
         total += tl.load(bias_ptr + expert * HIDDEN + of_weight).to(tl.float32)[None, :]

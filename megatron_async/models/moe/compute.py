@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,36 +11,53 @@ from torch import Tensor
 from megatron_async.kernels import trial
 from megatron_async.kernels.gemm import batch_invariant
 from megatron_async.kernels.moe.reference import Routing, expert_mlp
+from megatron_async.models.quantized.values import KEPT, is_packed
+
+if TYPE_CHECKING:
+    from megatron_async.models.moe.layer import KeptWeights
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 FEW_TOKENS = 64
 """For as many tokens or fewer the grouped GEMMs of PyTorch stay."""
-_ALIGNMENT = 8
-"""Sizes are multiples of it, so that rows begin at multiples of 16 bytes."""
+_ROW_BYTES, _LEAST_STEP = 16, 16
+"""Rows begin at multiples of such bytes, and a step of a product has at least so many columns."""
 
 
-def grouped_takes(hidden: Tensor, *weights: Tensor | None) -> bool:
+def grouped_takes(hidden: Tensor, weights: KeptWeights) -> bool:
     """Whether ``kernels/moe/grouped.py`` computes the experts of ``hidden [T, H]``: on a GPU, for
     more than :data:`FEW_TOKENS` tokens, in bfloat16, without gradients, and not to be
-    batch-invariant, which has another order of sums.
-
-    Args:
-        weights: the parameters, None for those that there are not.
-    """
+    batch-invariant, which has another order of sums."""
     if not (trial.GROUPED_EXPERTS and HAS_TRITON and hidden.is_cuda):
         return False
     if hidden.shape[0] <= FEW_TOKENS or batch_invariant.is_on():
         return False
-    given = [hidden, *(weight for weight in weights if weight is not None)]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+    w1, w2, b1, b2, *scales = weights
+    given = [tensor for tensor in (hidden, b1, b2) if tensor is not None]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*given, w1, w2)):
         return False
-    return all(map(_is_covered, given))
+    if w1.dtype != w2.dtype or not all(map(_is_covered, given)):
+        return False
+    of_each = zip((w1, w2), scales, strict=True)
+    return all(_has_rows(weight) and _fits(weight, scale) for weight, scale in of_each)
 
 
 def _is_covered(tensor: Tensor) -> bool:
-    if tensor.dtype != torch.bfloat16 or not tensor.is_contiguous():
+    return tensor.dtype == torch.bfloat16 and _has_rows(tensor)
+
+
+def _has_rows(tensor: Tensor) -> bool:
+    """Whether rows begin at multiples of 16 bytes."""
+    whole = tensor.shape[-1] * tensor.itemsize % _ROW_BYTES == 0
+    return whole and tensor.is_contiguous() and tensor.data_ptr() % _ROW_BYTES == 0
+
+
+def _fits(weight: Tensor, scale: Tensor | None) -> bool:
+    """Whether a weight is bfloat16, MXFP4, or e4m3 with scales of 16 columns or more."""
+    if weight.dtype not in KEPT:
+        return weight.dtype == torch.bfloat16
+    if scale is None or not scale.is_contiguous():
         return False
-    return tensor.shape[-1] % _ALIGNMENT == 0 and tensor.data_ptr() % 16 == 0
+    return is_packed(weight) or weight.shape[-1] // scale.shape[-1] % _LEAST_STEP == 0
 
 
 def experts_of(layer: Any, hidden: Tensor, routing: Routing) -> Tensor:
@@ -51,12 +68,14 @@ def experts_of(layer: Any, hidden: Tensor, routing: Routing) -> Tensor:
         hidden: ``[T, H]``.
         routing: by the numbers of this rank's experts.
     """
-    w1, w2, b1, b2 = layer.weights
-    if not grouped_takes(hidden, w1, w2, b1, b2):
+    kept = layer.kept_weights
+    if not grouped_takes(hidden, kept):
+        w1, w2, b1, b2 = layer.weights
         return expert_mlp(hidden, routing, w1, w2, layer.activation, b1=b1, b2=b2)
-    from megatron_async.kernels.moe.grouped import grouped_experts
+    from megatron_async.kernels.moe import grouped
 
-    return grouped_experts(
-        hidden, routing, w1, w2, layer.activation, b1=b1, b2=b2,
-        num_experts=layer.settings.num_experts,
-    )  # fmt: skip
+    count = layer.settings.num_experts
+    of_expert = routing.ids.numel() / count
+    is_widened = kept.w1.dtype in KEPT and of_expert <= grouped.MOST_WIDENED
+    weights = grouped.GroupedWeights(*(kept if is_widened else layer.weights))
+    return grouped.grouped_experts(hidden, routing, weights, layer.activation, num_experts=count)

@@ -10,12 +10,16 @@ from torch import Tensor
 
 from megatron_async.kernels import trial
 from megatron_async.kernels.gemm.batch_invariant import batch_invariant_mode
+from megatron_async.kernels.moe.mxfp4 import pack, unpack
 from megatron_async.kernels.moe.reference import NO_EXPERT, Routing, expert_mlp
 from megatron_async.kernels.moe.settings import ExpertActivation
 from megatron_async.models.moe.compute import grouped_takes
-from tests.support.compiled_kernels import HOPPER, LIMIT_OF, compiles, compiling_for
+from megatron_async.models.moe.layer import KeptWeights
+from megatron_async.models.quantized.values import E4M3, PACKED, multiply_out, quantize
+from tests.support.compiled_kernels import HOPPER, LIMIT_OF, Compiled, compiles, compiling_for
 from tests.support.cuda_kernels import LIMIT, relative_error
 from tests.support.interpreter import HAS_TRITON, compiled, on_devices
+from tests.support.sweeps import some
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not built for this platform")
 
@@ -23,12 +27,15 @@ if HAS_TRITON:
     from megatron_async.kernels.moe import grouped
     from megatron_async.kernels.moe.grouped import (
         TILES,
+        WIDENED_TILES,
         GroupedTile,
         GroupedTiles,
+        GroupedWeights,
         choose_tiles,
         grouped_experts,
         most_tiles,
         order_slots,
+        tiles_for,
     )
 
 SWIGLU = ExpertActivation()
@@ -68,10 +75,12 @@ class Layer:
 
         first = 2 * inner if activation.gated else inner
         self.activation, self.experts = activation, experts
-        self.w1 = drawn(held or experts, first, hidden) / hidden**0.5
-        self.w2 = drawn(held or experts, hidden, inner) / inner**0.5
-        self.b1 = drawn(held or experts, first) if bias else None
-        self.b2 = drawn(held or experts, hidden) if bias else None
+        self.wide = self.weights = GroupedWeights(
+            drawn(held or experts, first, hidden) / hidden**0.5,
+            drawn(held or experts, hidden, inner) / inner**0.5,
+            drawn(held or experts, first) if bias else None,
+            drawn(held or experts, hidden) if bias else None,
+        )
         self.hidden = drawn(tokens, hidden)
         scores = torch.rand(tokens, experts, generator=generator, device=device)
         ids = scores.topk(top_k).indices.int()
@@ -82,14 +91,26 @@ class Layer:
 
     def run(self, tiles: GroupedTiles | None = None, rows: slice = slice(None)) -> Tensor:
         return grouped_experts(
-            self.hidden[rows], Routing(*(part[rows] for part in self.routing)), self.w1, self.w2,
-            self.activation, b1=self.b1, b2=self.b2, num_experts=self.experts, tiles=tiles,
+            self.hidden[rows], Routing(*(part[rows] for part in self.routing)), self.weights,
+            self.activation, num_experts=self.experts, tiles=tiles,
         )  # fmt: skip
 
     def expected(self) -> Tensor:
-        return expert_mlp(
-            self.hidden, self.routing, self.w1, self.w2, self.activation, b1=self.b1, b2=self.b2
-        )
+        w1, w2, b1, b2, *_ = self.wide
+        return expert_mlp(self.hidden, self.routing, w1, w2, self.activation, b1=b1, b2=b2)
+
+    def keep(self, kind: str) -> None:
+        """Have the weights as MXFP4, or as e4m3 with a scale a row or for 32 columns."""
+        w1, w2, b1, b2, *_ = self.weights
+        if kind == "mxfp4":
+            pairs = [pack(w1), pack(w2)]
+            wide = [unpack(*pair) for pair in pairs]
+        else:
+            pairs = [quantize(w, w.shape[-1] // 32 if kind == "groups" else 1) for w in (w1, w2)]
+            wide = [multiply_out(*pair, torch.float32) for pair in pairs]
+        (first, one), (second, other) = pairs
+        self.weights = GroupedWeights(first, second, b1, b2, one, other)
+        self.wide = GroupedWeights(*(w.to(self.hidden.dtype) for w in wide), b1, b2)
 
     def check(self, limit: float, tiles: GroupedTiles | None = None) -> None:
         found = self.run(tiles)
@@ -176,6 +197,16 @@ def test_small_layers(device: str, case: int, swap: bool) -> None:
 
 
 @on_devices
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("kind", ["mxfp4", "rows", "groups"])
+def test_small_layers_of_other_formats(device: str, kind: str, swap: bool) -> None:
+    """Steps that are ragged and not, and scales that differ within a row."""
+    layer = Layer(Sizes(3, 2, 96, 64, GPT_OSS, True), 21, device, torch.bfloat16)
+    layer.keep(kind)
+    layer.check(LIMIT, one_tile(16, 32, 32 if kind == "groups" else 64, swap=swap))
+
+
+@on_devices
 def test_a_rows_bits_do_not_depend_on_the_other_rows(device: str) -> None:
     layer, tiles = Layer(CASES[1][0], 29, device, torch.bfloat16), one_tile(16, 64, 64)
     together = layer.run(tiles)
@@ -201,6 +232,16 @@ TOKENS = [65, 128, 256, 1024, 4096]
 @pytest.mark.parametrize("name", LARGE)
 def test_large_layers(device: str, name: str, tokens: int) -> None:
     Layer(LARGE[name], tokens, device, torch.bfloat16).check(LIMIT)
+
+
+@on_cuda
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("kind", ["mxfp4", "rows", "groups"])
+@pytest.mark.parametrize("name", LARGE)
+def test_large_layers_of_other_formats(device: str, name: str, kind: str, tokens: int) -> None:
+    layer = Layer(LARGE[name], tokens, device, torch.bfloat16)
+    layer.keep(kind)
+    layer.check(LIMIT)
 
 
 @on_cuda
@@ -248,48 +289,74 @@ def test_in_a_graph_nothing_waits_for_the_host(device: str) -> None:
     assert torch.equal(out, expected.flip(0))
 
 
-@compiles
-@pytest.mark.parametrize(
-    ("name", "number"),
-    [
-        pytest.param(name, number, marks=() if (name, number) == ("gpt-oss-20b", 3) else sweep)
-        for sweep in [pytest.mark.sweep]
-        for name in LARGE
-        for number in range(4)
-    ],
-)
-def test_tiles_fit_a_gpu(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled for Hopper they take what the bound says, and use its tensor cores."""
-    monkeypatch.setattr(grouped, "uses_pdl", lambda device: True)
+def compiled_products(name: str, kind: str, number: int) -> list[tuple[Compiled, int]]:
+    """The two grouped GEMMs of a large layer for Hopper, each with the bound of its tile."""
     experts, top_k, hidden, inner, activation, bias = LARGE[name]
 
     def meta(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(*size, dtype=dtype, device="meta")
 
-    tiles, limit = TILES[number], LIMIT_OF[HOPPER]
+    def kept(rows: int, length: int) -> tuple[Tensor, Tensor | None]:
+        if kind == "bfloat16":
+            return meta(experts, rows, length), None
+        if kind == "mxfp4":
+            sizes, dtype = (length // 2, length // 32), torch.uint8
+            return meta(experts, rows, sizes[0], dtype=dtype), meta(
+                experts, rows, sizes[1], dtype=dtype
+            )
+        groups = 1 if kind == "rows" else length // 32
+        scale = meta(experts, rows, groups, dtype=torch.float32)
+        return meta(experts, rows, length, dtype=torch.float8_e4m3fn), scale
+
+    (w1, one), (w2, other) = kept(2 * inner, hidden), kept(hidden, inner)
+    b1, b2 = (meta(experts, size) if bias else None for size in (2 * inner, hidden))
+    weights = GroupedWeights(w1, w2, b1, b2, one, other)
     routing = Routing(meta(128, top_k, dtype=torch.int32), meta(128, top_k, dtype=torch.float32))
+    tiles = tiles_for(weights, meta(1, hidden), (1, 15, 30, 99)[number])
     with compiling_for(HOPPER) as found:
-        grouped_experts(
-            meta(128, hidden), routing, meta(experts, 2 * inner, hidden),
-            meta(experts, hidden, inner), activation, tiles=tiles,
-            b1=meta(experts, 2 * inner) if bias else None,
-            b2=meta(experts, hidden) if bias else None,
-        )  # fmt: skip
+        grouped_experts(meta(128, hidden), routing, weights, activation, tiles=tiles)
+    size = {"bfloat16": None, "mxfp4": 0.5}.get(kind, 1.0)
+    bounds = [
+        grouped.shared_bytes(tile, tiles.m, 2, LIMIT_OF[HOPPER], size)
+        for tile in (tiles.up, tiles.down)
+    ]
     products = [kernel for kernel in found if kernel.name.startswith("grouped_")]
-    for kernel, tile in zip(products, (tiles.up, tiles.down), strict=True):
-        assert kernel.shared <= grouped.shared_bytes(tile, tiles.m, 2, limit) <= limit
-        assert ("wgmma" in kernel.ptx) == (tile.swap or tiles.m >= 64)
-        assert "griddepcontrol.wait" in kernel.ptx
+    return list(zip(products, bounds, strict=True))
+
+
+ALL_COMPILED = [
+    (name, kind, number)
+    for name in LARGE
+    for kind in ("bfloat16", "mxfp4", "rows", "groups")
+    for number in range(4)
+]
+
+
+@compiles
+@pytest.mark.parametrize(("name", "kind", "number"), some(ALL_COMPILED, 1))
+def test_tiles_fit_a_gpu(
+    name: str, kind: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled for Hopper they take no more than the bound says, and use its tensor cores."""
+    monkeypatch.setattr(grouped, "uses_pdl", lambda device: True)
+    for kernel, bound in compiled_products(name, kind, number):
+        assert kernel.shared <= bound <= LIMIT_OF[HOPPER], kernel.name
+        assert ("wgmma" in kernel.ptx) == (kind != "bfloat16" or number > 0)
+        assert "griddepcontrol.wait" in kernel.ptx and ".local" not in kernel.ptx
 
 
 def test_tiles_follow_the_tokens_of_an_expert() -> None:
-    limit = LIMIT_OF[HOPPER]
-    rows = [choose_tiles(mean, 2, limit).m for mean in (0.5, 8, 16, 32, 64, 2048)]
+    limit, few = LIMIT_OF[HOPPER], torch.empty(1, 64, dtype=torch.bfloat16)
+    wide = GroupedWeights(few[None], few[None])
+    rows = [tiles_for(wide, few, mean).m for mean in (0.5, 8, 16, 32, 64, 2048)]
     assert rows == [16, 16, 32, 64, 128, 128]
-    for number, tiles in enumerate(TILES):
-        assert choose_tiles((1, 15, 30, 99)[number], 2, limit) == tiles, "what fits is taken"
-        small = choose_tiles((1, 15, 30, 99)[number], 2, 65_536)
-        assert grouped.shared_bytes(small.up, small.m, 2, 65_536) <= 65_536
+    for number in range(4):
+        assert choose_tiles(number, 2, limit) == TILES[number], "what fits is taken"
+        assert choose_tiles(number, 2, limit, 0.5) == WIDENED_TILES[number]
+        for size in (None, 0.5, 1.0):
+            small = choose_tiles(number, 2, 65_536, size)
+            assert grouped.shared_bytes(small.up, small.m, 2, 65_536, size) <= 65_536
+        assert choose_tiles(number, 2, limit, 1.0, (32, 0)).up.k == 32
 
 
 class OnGpu(Tensor):
@@ -302,22 +369,32 @@ def test_what_the_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
     def there(*size: int, **options: Any) -> Tensor:
         return torch.empty(*size, **{"dtype": torch.bfloat16, **options}).as_subclass(OnGpu)
 
-    weights = there(4, 32, 64), there(4, 64, 16), None, None
+    def takes(x: Tensor, w1: Tensor, w2: Tensor, *scales: Tensor | None) -> bool:
+        one, other = scales or (None, None)
+        return grouped_takes(x, KeptWeights(w1, w2, None, None, one, other))
+
+    x, first, second = there(65, 64), there(4, 32, 64), there(4, 64, 16)
     monkeypatch.setattr(trial, "GROUPED_EXPERTS", False)
-    assert not grouped_takes(there(65, 64), *weights)
+    assert not takes(x, first, second)
     monkeypatch.setattr(trial, "GROUPED_EXPERTS", True)
-    assert grouped_takes(there(65, 64), *weights)
-    assert not grouped_takes(there(64, 64), *weights), "few tokens"
-    assert not grouped_takes(torch.empty(65, 64, dtype=torch.bfloat16), *weights), "the CPU"
-    assert not grouped_takes(there(65, 64, dtype=torch.float16), *weights)
-    assert not grouped_takes(there(65, 64), there(4, 24, 60), there(4, 60, 12)), "rows' beginnings"
-    assert not grouped_takes(there(65, 64), there(4, 64, 32).mT, weights[1])
+    assert takes(x, first, second)
+    assert not takes(there(64, 64), first, second), "few tokens"
+    assert not takes(torch.empty(65, 64, dtype=torch.bfloat16), first, second), "the CPU"
+    assert not takes(there(65, 64, dtype=torch.float16), first, second)
+    assert not takes(x, there(4, 24, 60), there(4, 60, 12)), "where rows begin"
+    assert not takes(x, there(4, 64, 32).mT, second)
     trained = there(4, 32, 64, requires_grad=True)
-    assert not grouped_takes(there(65, 64), trained, weights[1])
+    assert not takes(x, trained, second)
     with torch.no_grad():
-        assert grouped_takes(there(65, 64), trained, weights[1])
+        assert takes(x, trained, second)
     with batch_invariant_mode():
-        assert not grouped_takes(there(65, 64), *weights)
+        assert not takes(x, first, second)
+    numbers = there(4, 32, 64, dtype=E4M3), there(4, 64, 16, dtype=E4M3)
+    of_row = there(4, 32, 1, dtype=torch.float32), there(4, 64, 1, dtype=torch.float32)
+    assert takes(x, *numbers, *of_row)
+    assert not takes(x, numbers[0], second, of_row[0], None), "two formats"
+    assert not takes(x, *numbers, there(4, 32, 8, dtype=torch.float32), of_row[1])
+    assert takes(x, there(4, 32, 32, dtype=PACKED), there(4, 64, 16, dtype=PACKED), *of_row)
 
 
 @on_cuda
@@ -331,7 +408,7 @@ def test_a_layer_computes_many_tokens_with_them(
     monkeypatch.setattr(trial, "GROUPED_EXPERTS", True)
     layer = Layer(LARGE["qwen3-30b-a3b"], 128, device, torch.bfloat16)
     module = SimpleNamespace(
-        weights=(layer.w1, layer.w2, None, None), activation=SWIGLU,
+        weights=layer.wide[:4], kept_weights=KeptWeights(*layer.weights), activation=SWIGLU,
         settings=SimpleNamespace(num_experts=128),
     )  # fmt: skip
     with torch.inference_mode():
