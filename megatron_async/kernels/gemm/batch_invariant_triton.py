@@ -19,13 +19,14 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from megatron_async.kernels.fitting import launch_fitting
 from megatron_async.kernels.gemm.invariant_sums_triton import (
@@ -33,6 +34,12 @@ from megatron_async.kernels.gemm.invariant_sums_triton import (
     prefetch,
     sum_in_order,
     sum_of_segments,
+)
+from megatron_async.kernels.gemm.invariant_wide_triton import (
+    BLOCK_M,
+    takes,
+    tiles,
+    wide_product,
 )
 from megatron_async.kernels.pdl import pdl_enter, uses_pdl
 from megatron_async.kernels.shared_memory import (
@@ -138,6 +145,8 @@ def tile_of(dtype: torch.dtype, columns: int, limit: int = HOPPER_BYTES) -> Tile
 
 _same: dict[tuple[torch.device, torch.dtype], tuple[Tile, ...]] = {}
 """Tiles of a device that have the bits of ``HALF_TILE`` there."""
+_wide: set[tuple[torch.device, torch.dtype]] = set()
+"""Where the widest tiles have these bits, too."""
 
 
 def find_tiles(device: torch.device, dtype: torch.dtype) -> None:
@@ -163,6 +172,25 @@ def find_tiles(device: torch.device, dtype: torch.dtype) -> None:
         else:
             logger.warning("%s has other bits than %s on this GPU: it is not used", tile, HALF_TILE)
     _same[device, dtype] = tuple(same)
+    if has_async_products(limit) and _is_wide_same(values):
+        _wide.add((device, dtype))
+
+
+def _is_wide_same(values: Callable[..., Tensor]) -> bool:
+    """Whether products of the widest tiles have the bits of others, with one segment of K and with
+    several, over several tiles of a program."""
+    for depth in (1024, 8192):
+        a, b = values(300, depth), values(520, depth).t()
+        segments = segments_of(a.dtype, 520, depth)
+        try:
+            wide = wide_product(a, b, None, segments, segment_size(depth, segments), 2)
+        except (RuntimeError, OutOfResources) as error:
+            logger.warning("products by TMA do not run on this GPU: %s", error)
+            return False
+        if not torch.equal(wide, product(a, b, None, HALF_TILE)):
+            logger.warning("products by TMA have other bits on this GPU: they are not used")
+            return False
+    return True
 
 
 def _tile(
@@ -284,8 +312,14 @@ def matmul_by_row(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     if bias is not None and (bias.shape != (columns,) or bias.stride(0) != 1):
         bias = bias.expand(columns).contiguous()
     flat = a.reshape(-1, depth).contiguous()
-    segments = segments_of(a.dtype, columns, depth)
-    tile, split = _tile(a.device, a.dtype, flat.shape[0], columns, 1, segments)
+    segments, rows = segments_of(a.dtype, columns, depth), flat.shape[0]
+    if (a.device, a.dtype) in _wide and takes(flat, b):
+        most = _multiprocessors(a.device)
+        if 6 * tiles(rows, columns) >= 5 * most and rows > BLOCK_M:
+            size = segment_size(depth, segments)
+            out = wide_product(flat, b, bias, segments, size, most)
+            return out.view(*a.shape[:-1], columns)
+    tile, split = _tile(a.device, a.dtype, rows, columns, 1, segments)
     return product(flat, b, bias, tile, split).view(*a.shape[:-1], columns)
 
 
