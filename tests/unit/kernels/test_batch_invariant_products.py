@@ -221,7 +221,7 @@ class TestOnGpu:
         products.find_tiles(gpu, dtype)
         assert products._same[gpu, dtype] == products.HALF_TILES
         for tile in products.HALF_TILES:
-            monkeypatch.setattr(products, "_tile", lambda *_, tile=tile: tile)
+            monkeypatch.setattr(products, "_tile", lambda *_, tile=tile: (tile, False))
             assert torch.equal(products.matmul_by_row(x, weight.t(), bias), before), tile
 
     @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
