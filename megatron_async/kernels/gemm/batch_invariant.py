@@ -96,7 +96,8 @@ def _grouped_mm(
 ) -> Tensor:
     """Rows ``[T, K]`` sorted by group, times ``[G, K, N]``; ``offs`` int32 ``[G]`` are the ends of
     the groups."""
-    from megatron_async.kernels.gemm.batch_invariant_triton import DTYPES, matmul_by_group
+    from megatron_async.kernels.gemm.batch_invariant_triton import DTYPES
+    from megatron_async.kernels.gemm.invariant_groups_triton import matmul_by_group
 
     if input.dim() != 2 or mat2.dim() != 3 or offs is None or (bias, out_dtype) != (None, None):
         raise ConfigError(
@@ -106,6 +107,16 @@ def _grouped_mm(
     if input.dtype not in DTYPES:
         raise ConfigError(f"batch-invariant mode has no grouped_mm of {input.dtype}")
     return matmul_by_group(input, mat2, offs)
+
+
+def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor | None:
+    """SwiGLU of ``x [..., K]`` times ``weight [2 F, K]`` in one kernel: ``[..., F]``, with the bits
+    of a product inside of :func:`batch_invariant_mode` and ``norm/swiglu.py`` behind it. None where
+    no kernel takes these; tensors are on CUDA."""
+    from megatron_async.kernels.gemm.invariant_gated_triton import gated_by_row, takes_gated
+
+    matrix = weight.t()
+    return gated_by_row(x, matrix) if takes_gated(x, matrix) else None
 
 
 def prepare(device: torch.device, dtype: torch.dtype) -> None:

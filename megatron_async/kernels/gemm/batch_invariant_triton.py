@@ -193,7 +193,7 @@ def _is_wide_same(values: Callable[..., Tensor]) -> bool:
     return True
 
 
-def _tile(
+def choose_tile(
     device: torch.device, dtype: torch.dtype, rows: int, columns: int, count: int, segments: int = 1
 ) -> tuple[Tile, bool]:
     """The largest tile that gives 5 of 6 multiprocessors work, for ``count`` products, and whether
@@ -203,7 +203,7 @@ def _tile(
     for tile in same:
         if tile.m > 64 and rows <= 64:
             continue
-        enough = 5 * _multiprocessors(device)
+        enough = 5 * multiprocessors(device)
         tiles = 6 * count * triton.cdiv(rows, tile.m) * triton.cdiv(columns, tile.n)
         holds = segments == 1 or tile.m * tile.n <= WIDEST_SUM
         if tiles >= enough and holds:
@@ -216,7 +216,7 @@ def _tile(
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -261,37 +261,6 @@ def _matmul_kernel(
         tl.store(out_ptr + out_at, total.to(out_ptr.dtype.element_ty), mask=is_one)
 
 
-@triton.jit
-def _grouped_kernel(
-    a_ptr, b_ptr, ends_ptr, out_ptr, groups, columns, depth, b_g, b_k, b_n,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-    GROUPS_PAD: tl.constexpr, PRECISION: tl.constexpr, SEGMENTS: tl.constexpr,
-    SEGMENT: tl.constexpr,
-):  # fmt: skip
-    """A tile of the rows of one group times its matrix. A group's tiles begin at its first row //
-    BLOCK_M + its index, which leaves room for the ragged tiles of all groups before it."""
-    tile = tl.program_id(0)
-    index = tl.arange(0, GROUPS_PAD)
-    is_later = (index > 0) & (index < groups)
-    begins = tl.load(ends_ptr + index - 1, mask=is_later, other=0)
-    is_before = (begins // BLOCK_M + index <= tile) & (index < groups)
-    group = tl.sum(is_before.to(tl.int32), 0) - 1
-    begin = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
-    end = tl.load(ends_ptr + group)
-    begin += (tile - begin // BLOCK_M - group) * BLOCK_M
-    if begin >= end:
-        return
-    m = begin + tl.arange(0, BLOCK_M)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    total = sum_of_segments(
-        a_ptr, b_ptr + group.to(tl.int64) * b_g, m, n, end, columns, depth, b_k, b_n, BLOCK_M,
-        BLOCK_N, BLOCK_K, EVEN_K, PRECISION, SEGMENTS, SEGMENT,
-    )  # fmt: skip
-    out_ptrs = out_ptr + m.to(tl.int64)[:, None] * columns + n[None, :]
-    is_one = (m < end)[:, None] & (n < columns)[None, :]
-    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_one)
-
-
 def matmul_by_row(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """``a @ b + bias`` for a ``[..., K]``, b ``[K, N]`` of any strides and bias ``[N]``.
 
@@ -313,14 +282,32 @@ def matmul_by_row(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         bias = bias.expand(columns).contiguous()
     flat = a.reshape(-1, depth).contiguous()
     segments, rows = segments_of(a.dtype, columns, depth), flat.shape[0]
-    if (a.device, a.dtype) in _wide and takes(flat, b):
-        most = _multiprocessors(a.device)
-        if 6 * tiles(rows, columns) >= 5 * most and rows > BLOCK_M:
-            size = segment_size(depth, segments)
-            out = wide_product(flat, b, bias, segments, size, most)
-            return out.view(*a.shape[:-1], columns)
-    tile, split = _tile(a.device, a.dtype, rows, columns, 1, segments)
+    if is_wide(flat, b):
+        size, most = segment_size(depth, segments), multiprocessors(a.device)
+        out = wide_product(flat, b, bias, segments, size, most)
+        return out.view(*a.shape[:-1], columns)
+    tile, split = choose_tile(a.device, a.dtype, rows, columns, 1, segments)
     return product(flat, b, bias, tile, split).view(*a.shape[:-1], columns)
+
+
+def lines_ahead(a: Tensor, b: Tensor, tile: Tile) -> int:
+    """Lines of each column of ``b`` that a program asks for ahead, for ``a`` ``[rows, K]``."""
+    follow = a.element_size() == 2 and b.stride(0) == 1
+    if not uses_pdl(a.device) or not follow or a.shape[0] > PREFETCH_ROWS:
+        return 0
+    return max(1, PREFETCHED // (128 * tile.n))
+
+
+def is_wide(a: Tensor, b: Tensor) -> bool:
+    """Whether a contiguous ``[rows, K]`` by ``b`` has so many of the widest tiles that these are
+    taken."""
+    rows = a.shape[0]
+    return (
+        (a.device, a.dtype) in _wide
+        and rows > BLOCK_M
+        and 6 * tiles(rows, b.shape[1]) >= 5 * multiprocessors(a.device)
+        and takes(a, b)
+    )
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None, tile: Tile, split: bool = False) -> Tensor:
@@ -335,7 +322,6 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None, tile: Tile, split: bool =
     partial = out
     if split:
         partial = torch.empty((segments, rows, columns), dtype=torch.float32, device=a.device)
-    prefetches = pdl and a.element_size() == 2 and b.stride(0) == 1 and rows <= PREFETCH_ROWS
 
     def launch(tile: Tile) -> None:
         grid = (
@@ -347,7 +333,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None, tile: Tile, split: bool =
             EVEN_K=depth % tile.k == 0, HAS_BIAS=bias is not None and not split,
             PRECISION="ieee" if a.dtype is torch.float32 else "tf32", GROUP_M=GROUP_M,
             SEGMENTS=segments, SEGMENT=segment_size(depth, segments), SPLIT=split, PDL=pdl,
-            LINES=max(1, PREFETCHED // (128 * tile.n)) if prefetches else 0,
+            LINES=lines_ahead(a, b, tile),
             num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
         )  # fmt: skip
 
@@ -357,43 +343,4 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None, tile: Tile, split: bool =
             partial, b if bias is None else bias, out, out.numel(), columns, SEGMENTS=segments,
             BLOCK=JOINED, HAS_BIAS=bias is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
-    return out
-
-
-def matmul_by_group(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """Rows ``[T, K]`` in groups times ``[G, K, N]`` of any strides, a matrix for each group;
-    ``ends`` int32 ``[G]`` are the rows behind the groups, which follow each other. A row has the
-    bits of :func:`matmul_by_row`; those behind the last group are 0. Returns ``[T, N]``.
-
-    Raises:
-        ValueError: dtypes or shapes do not fit.
-    """
-    (rows, depth), (groups, _, columns) = a.shape, b.shape
-    if depth != b.shape[1] or ends.shape != (groups,) or ends.dtype is not torch.int32:
-        raise ValueError(
-            f"cannot multiply {tuple(a.shape)} by {tuple(b.shape)} in groups that end at "
-            f"{ends.dtype} {tuple(ends.shape)}"
-        )
-    if a.dtype not in DTYPES or b.dtype != a.dtype:
-        raise ValueError(f"a product of {a.dtype} by {b.dtype}: use one of {DTYPES} for both")
-    a, ends = a.contiguous(), ends.contiguous()
-    out = torch.zeros((rows, columns), dtype=a.dtype, device=a.device)
-    if out.numel() == 0 or groups == 0:
-        return out
-
-    segments = segments_of(a.dtype, columns, depth)
-
-    def launch(tile: Tile) -> None:
-        grid = (rows // tile.m + groups, triton.cdiv(columns, tile.n))
-        _grouped_kernel[grid](
-            a, b, ends, out, groups, columns, depth, b.stride(0), b.stride(1), b.stride(2),
-            BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, EVEN_K=depth % tile.k == 0,
-            GROUPS_PAD=triton.next_power_of_2(groups),
-            PRECISION="ieee" if a.dtype is torch.float32 else "tf32", SEGMENTS=segments,
-            SEGMENT=segment_size(depth, segments),
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
-
-    tile, _ = _tile(a.device, a.dtype, -(-rows // groups), columns, groups, segments)
-    launch_fitting("batch-invariant product of groups", tile, smaller, launch)
     return out

@@ -19,6 +19,12 @@ BLOCK, WARPS = 1024, 4
 
 
 @triton.jit
+def gated(gate, up):
+    """SiLU of ``gate`` times ``up``, float32."""
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
 def _swiglu_kernel(x_ptr, out_ptr, columns, BLOCK: tl.constexpr, PDL: tl.constexpr):
     pdl_enter(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -27,7 +33,7 @@ def _swiglu_kernel(x_ptr, out_ptr, columns, BLOCK: tl.constexpr, PDL: tl.constex
     gate_ptr = x_ptr + row * 2 * columns + column
     gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    out = gate / (1.0 + tl.exp(-gate)) * up
+    out = gated(gate, up)
     tl.store(out_ptr + row * columns + column, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 

@@ -18,8 +18,14 @@ from megatron_async.kernels.gemm.batch_invariant import batch_invariant_mode
 from tests.support.interpreter import compiled, interpreted
 
 try:
-    from megatron_async.kernels.gemm import batch_invariant_triton
+    from megatron_async.kernels.gemm import (
+        batch_invariant_triton,
+        invariant_gated_triton,
+        invariant_groups_triton,
+        invariant_wide_triton,
+    )
     from megatron_async.kernels.gemm.batch_invariant_triton import Tile
+    from megatron_async.kernels.norm.swiglu import swiglu
 except ImportError:
     batch_invariant_triton = None  # type: ignore[assignment]
 
@@ -73,7 +79,7 @@ def check_groups(device: str, dtype: torch.dtype, counts: list[int], behind: int
     rows = int(ends[-1]) + behind
     x = torch.randn(rows, 72, generator=generator).to(device, dtype)
     matrices = torch.randn(len(counts), 40, 72, generator=generator).to(device, dtype)
-    out = batch_invariant_triton.matmul_by_group(x, matrices.transpose(1, 2), ends.to(device))
+    out = invariant_groups_triton.matmul_by_group(x, matrices.transpose(1, 2), ends.to(device))
     first = 0
     for matrix, count in zip(matrices, counts, strict=True):
         some = slice(first, first + count)
@@ -111,7 +117,7 @@ def test_a_tile_is_as_large_as_gives_all_multiprocessors_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     products, cpu, half = batch_invariant_triton, torch.device("cpu"), torch.bfloat16
-    monkeypatch.setattr(products, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(products, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(products, "_same", {(cpu, half): products.HALF_TILES})
     for rows, columns, count, segments, expected in (
         (4096, 4096, 1, 1, (128, 256, False)),
@@ -131,10 +137,10 @@ def test_a_tile_is_as_large_as_gives_all_multiprocessors_work(
         (2, 1536, 128, 1, (64, 128, False)),
         (2, 1536, 128, 2, (64, 128, False)),
     ):
-        tile, split = products._tile(cpu, half, rows, columns, count, segments)
+        tile, split = products.choose_tile(cpu, half, rows, columns, count, segments)
         assert (tile.m, tile.n, split) == expected, (rows, columns, segments)
     monkeypatch.setattr(products, "_same", {})
-    assert products._tile(cpu, half, 4096, 4096, 1) == (products.HALF_TILE, False)
+    assert products.choose_tile(cpu, half, 4096, 4096, 1) == (products.HALF_TILE, False)
 
 
 @pytest.mark.skipif(batch_invariant_triton is None, reason="Triton is not built here")
@@ -207,8 +213,78 @@ def test_interpreted_product_gives_a_row_its_own_bits() -> None:
     check_products("cpu", dtypes, [(80, 48), (33, 130), (64, 128)], [1, 3, 64, 70])
 
 
+def whole_numbers(*shape: int) -> Tensor:
+    """Numbers whose products add up without rounding, in any order."""
+    return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(3)).half()
+
+
+@interpreted
+@pytest.mark.parametrize("depth", (72, 8200))
+def test_interpreted_wide_products_are_those_of_other_tiles(depth: int) -> None:
+    """Tiles at all edges, several of a program, with K in segments and without."""
+    products = batch_invariant_triton
+    x, weight, bias = whole_numbers(131, depth), whole_numbers(260, depth), whole_numbers(260)
+    segments = products.segments_of(x.dtype, 260, depth)
+    size = products.segment_size(depth, segments)
+    assert segments == (4 if depth == 8200 else 1)
+    assert invariant_wide_triton.takes(x, weight.t())
+    assert not invariant_wide_triton.takes(x[:, 1:], weight[:, 1:].t())
+    for given in (None, bias):
+        out = invariant_wide_triton.wide_product(x, weight.t(), given, segments, size, 3)
+        exact = x.double() @ weight.double().t() + (0 if given is None else given.double())
+        assert torch.equal(out.double(), exact.half().double())
+
+
+@interpreted
+def test_interpreted_swiglu_of_a_product_is_that_of_its_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    products, gated = batch_invariant_triton, invariant_gated_triton
+    x, weight = whole_numbers(131, 72), whole_numbers(2 * 75, 72)
+    assert gated.takes_gated(x, weight.t())
+    assert not gated.takes_gated(x.float(), weight.float().t())
+    assert not gated.takes_gated(x.new_empty(3, 4096), weight.new_empty(64, 4096).t())
+    expected = swiglu(products.matmul_by_row(x, weight.t()))
+    assert torch.equal(gated.gated_by_row(x, weight.t()), expected)
+    assert torch.equal(gated.gated_by_row(x[None, 5:6], weight.t()), expected[None, 5:6])
+    for module in (gated, products):
+        monkeypatch.setattr(module, "is_wide", lambda a, b: True)
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 2)
+    assert torch.equal(gated.gated_by_row(x, weight.t()), expected)
+
+
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=compiled)])
 class TestOnGpu:
+    @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+    def test_wide_products_are_found_and_have_the_same_bits(
+        self, dtype: torch.dtype, device: str
+    ) -> None:
+        products, gpu = batch_invariant_triton, torch.device("cuda", 0)
+        products.find_tiles(gpu, dtype)
+        if torch.cuda.get_device_capability() == (9, 0):
+            assert (gpu, dtype) in products._wide
+        for rows, columns, depth in ((4099, 6144, 4096), (2048, 4096, 14336), (3000, 4104, 1000)):
+            x = torch.randn(rows, depth, device=device).to(dtype)
+            weight = torch.randn(columns, depth, device=device).to(dtype)
+            bias = torch.randn(columns, device=device).to(dtype)
+            out = products.matmul_by_row(x, weight.t(), bias)
+            narrow = products.product(x, weight.t(), bias, products.HALF_TILE)
+            assert torch.equal(out, narrow), (rows, columns, depth)
+
+    @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+    @pytest.mark.parametrize("columns", (28672, 1234))
+    def test_swiglu_in_a_product_has_the_bits_of_one_behind_it(
+        self, columns: int, dtype: torch.dtype, device: str
+    ) -> None:
+        products, gpu = batch_invariant_triton, torch.device("cuda", 0)
+        products.find_tiles(gpu, dtype)
+        x = torch.randn(2100, 4096 if columns > 8192 else 1000, device=device).to(dtype)
+        weight = torch.randn(columns, x.shape[1], device=device).to(dtype) / 32
+        chunk = swiglu(products.matmul_by_row(x, weight.t()))
+        for rows in (1, 3, 32, 64, 65, 128, 300, 2100):
+            out = invariant_gated_triton.gated_by_row(x[:rows], weight.t())
+            assert torch.equal(out, chunk[:rows]), rows
+
     @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
     def test_all_tiles_have_the_same_bits(
         self, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
@@ -221,7 +297,7 @@ class TestOnGpu:
         products.find_tiles(gpu, dtype)
         assert products._same[gpu, dtype] == products.HALF_TILES
         for tile in products.HALF_TILES:
-            monkeypatch.setattr(products, "_tile", lambda *_, tile=tile: (tile, False))
+            monkeypatch.setattr(products, "choose_tile", lambda *_, tile=tile: (tile, False))
             assert torch.equal(products.matmul_by_row(x, weight.t(), bias), before), tile
 
     @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))

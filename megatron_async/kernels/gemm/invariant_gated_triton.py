@@ -1,0 +1,156 @@
+"""SwiGLU of a product in one order of K, with the bits of ``norm/swiglu.py`` behind
+``batch_invariant_triton.matmul_by_row``.
+
+A program has columns of the gate and those of the other half that they meet. Both are rounded as
+the product is, so what is not written and read again are twice the columns of the result.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from megatron_async.kernels.fitting import launch_fitting
+from megatron_async.kernels.gemm.batch_invariant_triton import (
+    GROUP_M,
+    Tile,
+    choose_tile,
+    is_wide,
+    lines_ahead,
+    multiprocessors,
+    segments_of,
+    smaller,
+)
+from megatron_async.kernels.gemm.invariant_sums_triton import prefetch
+from megatron_async.kernels.gemm.invariant_wide_triton import BLOCK_K, BLOCK_M, BLOCK_N, tiles
+from megatron_async.kernels.norm.swiglu import gated
+from megatron_async.kernels.pdl import pdl_enter, uses_pdl
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gated_kernel(
+    a_ptr, b_ptr, out_ptr, rows, columns, depth, b_k, b_n,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    GROUP_M: tl.constexpr, PDL: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """``BLOCK_N`` columns of each half."""
+    program = tl.program_id(0)
+    row_tiles = tl.cdiv(rows, BLOCK_M)
+    per_group = GROUP_M * tl.cdiv(columns, BLOCK_N)
+    first_tile = program // per_group * GROUP_M
+    side_by_side = tl.minimum(row_tiles - first_tile, GROUP_M)
+    m = (first_tile + program % per_group % side_by_side) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = program % per_group // side_by_side * BLOCK_N + tl.arange(0, BLOCK_N)
+    if LINES > 0:
+        prefetch(b_ptr, n, 0, 2 * columns, depth, b_n, LINES)
+        prefetch(b_ptr, n + columns, 0, 2 * columns, depth, b_n, LINES)
+    pdl_enter(PDL)
+    k = tl.arange(0, BLOCK_K)
+    in_rows = (m < rows)[:, None]
+    in_columns = (n < columns)[None, :]
+    a_ptrs = a_ptr + m.to(tl.int64)[:, None] * depth + k[None, :]
+    gate_ptrs = b_ptr + k.to(tl.int64)[:, None] * b_k + n.to(tl.int64)[None, :] * b_n
+    up_ptrs = b_ptr + k.to(tl.int64)[:, None] * b_k + (n + columns).to(tl.int64)[None, :] * b_n
+    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, depth, BLOCK_K):
+        in_k = start + k < depth
+        if EVEN_K:
+            a = tl.load(a_ptrs, mask=in_rows, other=0.0)
+            gate_b = tl.load(gate_ptrs, mask=in_columns, other=0.0)
+            up_b = tl.load(up_ptrs, mask=in_columns, other=0.0)
+        else:
+            a = tl.load(a_ptrs, mask=in_rows & in_k[None, :], other=0.0)
+            gate_b = tl.load(gate_ptrs, mask=in_columns & in_k[:, None], other=0.0)
+            up_b = tl.load(up_ptrs, mask=in_columns & in_k[:, None], other=0.0)
+        gate = tl.dot(a, gate_b, gate)
+        up = tl.dot(a, up_b, up)
+        a_ptrs += BLOCK_K
+        gate_ptrs += BLOCK_K * b_k
+        up_ptrs += BLOCK_K * b_k
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    out = gated(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32))
+    out_at = m.to(tl.int64)[:, None] * columns + n[None, :]
+    tl.store(out_ptr + out_at, out.to(dtype), mask=in_rows & in_columns)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _wide_gated_kernel(
+    a_desc, b_desc, out_ptr, rows, columns, depth,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """See ``invariant_wide_triton.py``."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    row_tiles, column_tiles = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
+    per_group = GROUP_M * column_tiles
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    for tile in tl.range(program, row_tiles * column_tiles, programs, flatten=True):
+        first_tile = tile // per_group * GROUP_M
+        side_by_side = tl.minimum(row_tiles - first_tile, GROUP_M)
+        m = (first_tile + tile % per_group % side_by_side) * BLOCK_M
+        n = tile % per_group // side_by_side * BLOCK_N
+        gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for k in range(0, depth, BLOCK_K):
+            a = a_desc.load([m, k])
+            gate = tl.dot(a, b_desc.load([n, k]).T, gate)
+            up = tl.dot(a, b_desc.load([n + columns, k]).T, up)
+        out = gated(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32))
+        at_m, at_n = m + tl.arange(0, BLOCK_M), n + tl.arange(0, BLOCK_N)
+        out_at = at_m.to(tl.int64)[:, None] * columns + at_n[None, :]
+        is_one = (at_m < rows)[:, None] & (at_n < columns)[None, :]
+        tl.store(out_ptr + out_at, out.to(dtype), mask=is_one)
+
+
+def takes_gated(a: Tensor, b: Tensor) -> bool:
+    """Whether :func:`gated_by_row` takes these: numbers of 16 bits, and K in one segment."""
+    depth, columns = b.shape
+    return (
+        a.dtype in (torch.bfloat16, torch.float16)
+        and a.dtype == b.dtype
+        and columns % 2 == 0
+        and a.numel() > 0
+        and segments_of(a.dtype, columns, depth) == 1
+    )
+
+
+def gated_by_row(a: Tensor, b: Tensor) -> Tensor:
+    """``swiglu(matmul_by_row(a, b))`` for a ``[..., K]`` and b ``[K, 2 F]`` that
+    :func:`takes_gated` takes: ``[..., F]``."""
+    depth, columns = b.shape[0], b.shape[1] // 2
+    flat = a.reshape(-1, depth).contiguous()
+    rows, pdl = flat.shape[0], uses_pdl(a.device)
+    out = torch.empty((rows, columns), dtype=a.dtype, device=a.device)
+    if is_wide(flat, b):
+        most = min(multiprocessors(a.device), tiles(rows, 2 * columns))
+        _wide_gated(flat, b, out, most)
+        return out.view(*a.shape[:-1], columns)
+
+    def launch(tile: Tile) -> None:
+        half = tile.n // 2
+        grid = (triton.cdiv(rows, tile.m) * triton.cdiv(columns, half),)
+        _gated_kernel[grid](
+            flat, b, out, rows, columns, depth, b.stride(0), b.stride(1), BLOCK_M=tile.m,
+            BLOCK_N=half, BLOCK_K=tile.k, EVEN_K=depth % tile.k == 0, GROUP_M=GROUP_M, PDL=pdl,
+            LINES=lines_ahead(flat, b, tile), num_warps=tile.num_warps,
+            num_stages=tile.num_stages, launch_pdl=pdl,
+        )  # fmt: skip
+
+    tile, _ = choose_tile(a.device, a.dtype, rows, 2 * columns, 1)
+    launch_fitting("batch-invariant product with SwiGLU", tile, smaller, launch)
+    return out.view(*a.shape[:-1], columns)
+
+
+def _wide_gated(a: Tensor, b: Tensor, out: Tensor, programs: int) -> None:
+    half = BLOCK_N // 2
+    _wide_gated_kernel[(programs,)](
+        TensorDescriptor.from_tensor(a, [BLOCK_M, BLOCK_K]),
+        TensorDescriptor.from_tensor(b.t(), [half, BLOCK_K]),
+        out, a.shape[0], out.shape[1], a.shape[1], BLOCK_M=BLOCK_M, BLOCK_N=half, BLOCK_K=BLOCK_K,
+        GROUP_M=GROUP_M, num_warps=8, num_stages=4,
+    )  # fmt: skip
