@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_async.kernels.gemm.batch_invariant import is_on, linear_swiglu
 from megatron_async.megatron_compat import specs
 from megatron_async.models import parallel
 from megatron_async.models.batch import padding_mask
@@ -131,8 +130,8 @@ class DecoderLayer(TransformerLayer):  # type: ignore[misc]
         hidden = norm.add(attended, bias, hidden)
         normed = norm(hidden)
         inner = None
-        if is_on() and not mask and _has_plain_swiglu(self.mlp):
-            inner = linear_swiglu(normed, self.mlp.linear_fc1.weight)
+        if getattr(context, "batch_invariant", False) and not mask:
+            inner = _product_with_swiglu(self.mlp, normed)
         if inner is None:
             output, bias = self.mlp(normed, **mask)
         else:
@@ -141,6 +140,15 @@ class DecoderLayer(TransformerLayer):  # type: ignore[misc]
         if isinstance(next_norm, Norm):
             return next_norm.add(output, bias, hidden), None
         return (output if bias is None else output + bias) + hidden, None
+
+
+def _product_with_swiglu(mlp: Any, x: Tensor) -> Tensor | None:
+    """What an MLP's second layer gets, by one kernel; None where that must be its modules'."""
+    from megatron_async.kernels.gemm.batch_invariant import is_on, linear_swiglu
+
+    if not is_on() or not _has_plain_swiglu(mlp):
+        return None
+    return linear_swiglu(x, mlp.linear_fc1.weight)
 
 
 def _has_plain_swiglu(mlp: Any) -> bool:

@@ -299,8 +299,8 @@ def lines_ahead(a: Tensor, b: Tensor, tile: Tile) -> int:
 
 
 def is_wide(a: Tensor, b: Tensor) -> bool:
-    """Whether a contiguous ``[rows, K]`` by ``b`` has so many of the widest tiles that these are
-    taken."""
+    """Whether a contiguous ``[rows, K]`` by ``b`` has the widest tiles: 5 for 6 multiprocessors or
+    more."""
     rows = a.shape[0]
     return (
         (a.device, a.dtype) in _wide
