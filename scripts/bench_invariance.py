@@ -153,7 +153,7 @@ def sizes(text: str) -> tuple[int, int]:
 
 
 def profile(args: argparse.Namespace) -> None:
-    """What ``--profile`` prints."""
+    """What ``--profile`` prints; with ``--prefill`` the kernels of that, too."""
     profile_invariance.print_products(torch.device(args.device))
     with DynamicInferenceEngine.from_pretrained(
         args.model, config_of(1, 128, False, args.device)
@@ -163,6 +163,15 @@ def profile(args: argparse.Namespace) -> None:
                 for way, engine in engines.items():
                     what = f"{'invariant' if way else 'plain'}, {rows} rows"
                     print_kernels(engine, rows, args.prompt, what)
+        if args.prefill is not None:
+            rows, length = args.prefill
+            with both_engines(first, rows, length + 8, args.device) as engines:
+                for way, engine in engines.items():
+                    what = f"{'invariant' if way else 'plain'}, prefill of {rows} x {length}"
+                    prefill_ms(engine, rows, length)
+                    profile_invariance.print_kernels(
+                        what, lambda engine=engine: bool(prefill_ms(engine, rows, length))
+                    )
 
 
 def main() -> None:

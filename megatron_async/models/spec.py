@@ -130,7 +130,7 @@ class DecoderLayer(TransformerLayer):  # type: ignore[misc]
         hidden = norm.add(attended, bias, hidden)
         normed = norm(hidden)
         inner = None
-        if getattr(context, "batch_invariant", False) and not mask:
+        if context.batch_invariant and not mask:
             inner = _product_with_swiglu(self.mlp, normed)
         if inner is None:
             output, bias = self.mlp(normed, **mask)
