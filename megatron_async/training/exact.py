@@ -13,10 +13,11 @@ from torch import Tensor
 from megatron_async.errors import ConfigError
 from megatron_async.models.adapt import unwrapped
 from megatron_async.models.gpt_network import GPTNetwork
+from megatron_async.models.moe.routed import decoder_layers, expert_layers
 from megatron_async.models.quantized.linear import quantized
 from megatron_async.training.log_probs import exact_log_probs
 from megatron_async.training.mirror import mirror
-from megatron_async.training.routing import choose, expert_layers
+from megatron_async.training.routing import choose
 from megatron_async.training.whole_sequences import WholeSequences
 
 MAX_TOKENS = 8192
@@ -79,7 +80,7 @@ class ExactNumerics:
         self._signature = inspect.signature(type(model).forward)
         # Recomputed behind the forward, a layer would choose other experts than in it.
         is_kept = getattr(model.config, "recompute_granularity", None) is None
-        self._layers = expert_layers(model) if is_kept else []
+        self._layers = decoder_layers(model) if is_kept else []
         self._current = threading.local()  # several threads may run the model
         self._form = _form(model)
         self._hooks = (

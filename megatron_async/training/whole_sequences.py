@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from megatron_async.models.gpt_network import GPTNetwork
+from megatron_async.models.moe.routed import decoder_layers
 from megatron_async.runner.memory.whole_prompts import batch_of_prompts, forward_prompts
-from megatron_async.training.routing import expert_layers, noted_experts
+from megatron_async.training.routing import noted_experts
 
 
 class WholeSequences:
@@ -25,14 +26,14 @@ class WholeSequences:
         self, network: GPTNetwork, *, max_tokens: int, recurrent_state_dtype: str | None
     ) -> None:
         self._network = network
-        self._expert_layers = expert_layers(network.model)
+        self._expert_layers = decoder_layers(network.model)
         self._max_tokens = max_tokens
         self._recurrent_state_dtype = recurrent_state_dtype
 
     @torch.no_grad()
     def logits(self, token_ids: Tensor, lengths: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
         """``[T, vocab]`` of sequences that lie one behind the other in int64 ``[T]``, and the
-        experts of each layer that has some, int32 ``[T, k]``."""
+        experts of each of the decoder's layers that has some, int32 ``[T, k]``."""
         parts, experts, first = [], [], 0
         for group in _groups(lengths, self._max_tokens):
             end = first + sum(group)

@@ -181,6 +181,24 @@ def test_log_probs_are_those_of_rollouts(
     assert all(p.grad is not None for n, p in model.named_parameters() if "expert_bias" not in n)
 
 
+def test_layers_that_draft_may_have_experts_of_their_own() -> None:
+    """The engine's forward of whole sequences leaves them out, and the trainer's runs them."""
+    config = dataclasses.replace(CONFIGS["experts"], mtp_num_layers=1)
+    model, served = (
+        build_random_model(config, device=torch.device("cpu"), dtype=torch.float32, seed=3)
+        for _ in range(2)
+    )
+    batch = batch_of(rollouts_of(served, 1, num_speculative_tokens=1, speculative_method="mtp"))
+    with exact_numerics(trained(model)) as exact:
+        found = log_probs_of(exact, model, batch.tokens)
+        assert different(found, batch) == 0
+        labels = batch.tokens.roll(-1, 1)
+        positions = torch.arange(labels.shape[1]).expand_as(labels)
+        losses = model(batch.tokens, positions, None, labels=labels)
+        mask = batch.loss_mask[:, 1:]
+        assert torch.equal(-losses[:, :-1].detach()[mask], batch.log_probs[:, 1:][mask])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("depth", (0, 2))
