@@ -17,6 +17,7 @@ from megatron_async.kernels.attention.paged_prefill import (
     LEAST_LIBRARY_TOKENS,
     paged_mixed_attention_reference,
 )
+from megatron_async.runner.memory import attention_metadata
 from megatron_async.runner.memory.attention_metadata import (
     AttentionMetadata,
     ChunksApart,
@@ -32,6 +33,7 @@ from megatron_async.step.packet import (
 )
 from megatron_async.step.plan import Plan, PrefillChunk, RowMap
 from tests.support.interpreter import compiled, on_devices
+from tests.unit.runner.test_mixed_steps import decode_tiny
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
@@ -251,6 +253,49 @@ def test_steps_attend_apart_from_other_chunks(
         tokens = slice(0, 49)
         torch.testing.assert_close(out[tokens], case.expected()[tokens], rtol=1e-5, atol=1e-5)
     assert seen == [(case.placed[0],)]
+
+
+@pytest.mark.parametrize("device", ["cpu", *GPU])
+def test_engines_tell_the_library_which_tokens_are_where(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that no graph holds, with chunks behind others and beside decode rows; on a CPU those
+    of a device that knows no lengths. Each chunk attends as by the reference, on a CPU to the end:
+    its tokens are those of plain steps."""
+    attended: list[tuple[PlacedChunk, ...]] = []
+    attend = whole_prefill.whole_mixed_attention
+
+    def watched(*given: Any, **options: Any) -> Tensor | None:
+        out = attend(*given, **options)
+        query, keys, values, table, chunks, scale, _ = given
+        places = torch.tensor(chunks, dtype=torch.int32, device=query.device)
+        expected = torch.zeros_like(query)
+        paged_mixed_attention_reference(query, keys, values, table, places, scale, expected)
+        assert out is not None
+        tolerance = TOLERANCE[query.dtype]
+        for chunk in chunks:
+            own = slice(chunk.first, chunk.first + chunk.length)
+            torch.testing.assert_close(out[own], expected[own], rtol=tolerance, atol=tolerance)
+        attended.append(chunks)
+        return out
+
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    plain = decode_tiny(1, "cpu", count=4)[0] if device == "cpu" else None
+    monkeypatch.setattr(whole_prefill, "GRID", 16)
+    monkeypatch.setattr(attention_metadata, "LEAST_LIBRARY_TOKENS", 7)
+    monkeypatch.setattr(whole_prefill, "library_attends", lambda *_, **__: True)
+    monkeypatch.setattr(whole_prefill, "whole_mixed_attention", watched)
+    tokens, _ = decode_tiny(
+        1,
+        device,
+        count=4,
+        fixed_shapes=device == "cpu",
+        dtype=dtype,
+        capture_mixed_steps=False,
+    )
+    assert plain is None or tokens == plain
+    seen = {chunk for chunks in attended for chunk in chunks}
+    assert any(chunk.first > 0 for chunk in seen) and any(chunk.start > 0 for chunk in seen)
 
 
 def test_a_cpu_and_what_cudnn_lacks_are_left_to_other_kernels() -> None:
