@@ -4,16 +4,22 @@ expert.
 Programs take experts by a slice of the hidden size each, and leave partial logits. The last to come
 adds them up in order, so the sums are the same in every run, chooses the experts of all rows, and
 writes what the GEMMs read: which experts have rows, which these are, and their weights.
+
+Of more rows than a decode step's kernels take a program has some, with all experts.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from megatron_async.kernels.pdl import pdl_enter
+from megatron_async.kernels.moe.reference import Routing
+from megatron_async.kernels.moe.settings import SIGMOID, RouterSettings
+from megatron_async.kernels.pdl import pdl_enter, uses_pdl
 
 BLOCK_E = tl.constexpr(16)
 """Experts of a program."""
@@ -22,6 +28,8 @@ GATE_PLACES = tl.constexpr(4)
 begin at 16 bytes."""
 _STATISTICS = tl.constexpr(4096)
 """Partial statistics, of all rows together, that are on their way at once."""
+_FEW_ROWS, _FEW_COLUMNS = 4096, 128
+"""Up to so many rows, and for more experts, a program chooses for 16, else for 32."""
 _LOWEST = tl.constexpr(-(2**31) + 1)
 _TAKEN = tl.constexpr(-(2**63))
 
@@ -131,6 +139,45 @@ def _weights(scores, is_chosen, scaling, SOFTMAX: tl.constexpr, NORMALIZE: tl.co
     return weights * scaling
 
 
+@triton.jit
+def _columns(
+    EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr,
+    OF_GROUP_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Columns, the expert of each, and whether there is one. The first expert of a group is at a
+    multiple of ``OF_GROUP_PADDED``."""
+    OF_GROUP: tl.constexpr = EXPERTS // GROUPS
+    c = tl.arange(0, GROUPS_PADDED * OF_GROUP_PADDED)
+    # With one group they are plainly the same, so a warp may have whole rows of logits.
+    e, valid = c, c < EXPERTS
+    if GROUPS > 1:
+        e = c // OF_GROUP_PADDED * OF_GROUP + c % OF_GROUP_PADDED
+        valid = (c // OF_GROUP_PADDED < GROUPS) & (c % OF_GROUP_PADDED < OF_GROUP)
+    return c, e, valid
+
+
+@triton.jit
+def _chosen(
+    logits, c, e, valid, expert_bias_ptr, scaling, ROWS: tl.constexpr,
+    HAS_EXPERT_BIAS: tl.constexpr, SIGMOID: tl.constexpr, PRE_SOFTMAX: tl.constexpr,
+    NORMALIZE: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
+    SUMMED: tl.constexpr, GROUPS_PADDED: tl.constexpr, OF_GROUP_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Ranks of the columns of each row, see :func:`_ranks`, and the weights of those chosen."""
+    scores = _scores(logits, valid, SIGMOID, PRE_SOFTMAX)
+    choice = scores
+    if HAS_EXPERT_BIAS:
+        choice += tl.load(expert_bias_ptr + e, mask=valid, other=0.0)[None, :]
+    if KEPT < GROUPS:
+        choice = _in_kept_groups(
+            choice, c, valid, ROWS, GROUPS, KEPT, SUMMED, GROUPS_PADDED, OF_GROUP_PADDED
+        )
+    keys = _keys(choice, c[None, :], valid[None, :], GROUPS_PADDED * OF_GROUP_PADDED)
+    ranks = _ranks(keys, TOP_K)
+    weights = _weights(scores, ranks < TOP_K, scaling, not (SIGMOID or PRE_SOFTMAX), NORMALIZE)
+    return ranks, weights
+
+
 @triton.jit(do_not_specialize=["rows", "tiles", "first_live"])
 def router_kernel(
     hidden_ptr, norm_weight_ptr, norm_bias_ptr, statistics_ptr, tiles, eps, weight_ptr, bias_ptr,
@@ -196,15 +243,8 @@ def router_kernel(
     if arrived == EXPERT_BLOCKS * SPLITS - 1:
         tl.store(arrivals_ptr, 0)  # for the next launch
         COLUMNS: tl.constexpr = GROUPS_PADDED * OF_GROUP_PADDED
-        OF_GROUP: tl.constexpr = EXPERTS // GROUPS
         SLOTS: tl.constexpr = TOP_K + SHARED
-        # A column is an expert, the first of a group at a multiple of OF_GROUP_PADDED.
-        c = tl.arange(0, COLUMNS)
-        # With one group they are plainly the same, so a warp may have whole rows of logits.
-        e, valid = c, c < EXPERTS
-        if GROUPS > 1:
-            e = c // OF_GROUP_PADDED * OF_GROUP + c % OF_GROUP_PADDED
-            valid = (c // OF_GROUP_PADDED < GROUPS) & (c % OF_GROUP_PADDED < OF_GROUP)
+        c, e, valid = _columns(EXPERTS, GROUPS, GROUPS_PADDED, OF_GROUP_PADDED)
         own = e - FIRST
         is_held = (own >= 0) & (own < HELD)  # of those that are chosen
         place = tl.arange(0, PLACES)
@@ -221,20 +261,12 @@ def router_kernel(
             )
             if HAS_BIAS:
                 logits += tl.load(bias_ptr + e, mask=valid, other=0.0).to(tl.float32)[None, :]
-            scores = _scores(logits, valid, SIGMOID, PRE_SOFTMAX)
-            choice = scores
-            if HAS_EXPERT_BIAS:
-                choice += tl.load(expert_bias_ptr + e, mask=valid, other=0.0)[None, :]
-            if KEPT < GROUPS:
-                choice = _in_kept_groups(
-                    choice, c, valid, CHUNK, GROUPS, KEPT, SUMMED, GROUPS_PADDED, OF_GROUP_PADDED
-                )
-            keys = _keys(choice, c[None, :], valid[None, :], COLUMNS)
-            ranks = _ranks(keys, TOP_K)
+            ranks, weights = _chosen(
+                logits, c, e, valid, expert_bias_ptr, scaling, CHUNK, HAS_EXPERT_BIAS, SIGMOID,
+                PRE_SOFTMAX, NORMALIZE, TOP_K, GROUPS, KEPT, SUMMED, GROUPS_PADDED,
+                OF_GROUP_PADDED,
+            )  # fmt: skip
             is_chosen = (ranks < TOP_K) & live[:, None]
-            weights = _weights(
-                scores, ranks < TOP_K, scaling, not (SIGMOID or PRE_SOFTMAX), NORMALIZE
-            )
             slot = t[:, None] * SLOTS + ranks
             named = own
             if HELD < EXPERTS:
@@ -271,3 +303,84 @@ def router_kernel(
             tl.store(experts_ptr + count + i, HELD + i)
             tl.store(bits_ptr + count + i, all_live)
         tl.store(count_ptr, count + (all_live != 0).to(tl.int32) * SHARED)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def wide_router_kernel(
+    x_ptr, weight_ptr, bias_ptr, expert_bias_ptr, live_ptr, scaling, ids_ptr, weights_ptr, rows,
+    HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_EXPERT_BIAS: tl.constexpr,
+    HAS_LIVE: tl.constexpr, SIGMOID: tl.constexpr, PRE_SOFTMAX: tl.constexpr,
+    NORMALIZE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, SUMMED: tl.constexpr,
+    GROUPS_PADDED: tl.constexpr, OF_GROUP_PADDED: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """:func:`~.reference.route` of ``BLOCK_T`` rows; ``live_ptr`` is to bytes."""
+    pdl_enter(PDL)
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    in_rows = t < rows
+    c, e, valid = _columns(EXPERTS, GROUPS, GROUPS_PADDED, OF_GROUP_PADDED)
+    k = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + t.to(tl.int64)[:, None] * HIDDEN + k[None, :]
+    w_ptrs = weight_ptr + e[:, None] * HIDDEN + k[None, :]
+    logits = tl.zeros([BLOCK_T, GROUPS_PADDED * OF_GROUP_PADDED], tl.float32)
+    for start in range(0, HIDDEN, BLOCK_K):
+        in_k = (start + k < HIDDEN)[None, :]
+        x = tl.load(x_ptrs + start, mask=in_rows[:, None] & in_k, other=0.0)
+        w = tl.load(w_ptrs + start, mask=valid[:, None] & in_k, other=0.0)
+        logits = tl.dot(x, tl.trans(w), logits, input_precision=PRECISION)
+    if HAS_BIAS:
+        logits += tl.load(bias_ptr + e, mask=valid, other=0.0).to(tl.float32)[None, :]
+    ranks, weights = _chosen(
+        logits, c, e, valid, expert_bias_ptr, scaling, BLOCK_T, HAS_EXPERT_BIAS, SIGMOID,
+        PRE_SOFTMAX, NORMALIZE, TOP_K, GROUPS, KEPT, SUMMED, GROUPS_PADDED, OF_GROUP_PADDED,
+    )  # fmt: skip
+    ids = tl.broadcast_to(e[None, :], ranks.shape)
+    if HAS_LIVE:
+        live = tl.load(live_ptr + t, mask=in_rows, other=0) != 0
+        ids = tl.where(live[:, None], ids, -1)
+        weights = tl.where(live[:, None], weights, 0.0)
+    slot = t[:, None] * TOP_K + ranks
+    is_chosen = (ranks < TOP_K) & in_rows[:, None]
+    tl.store(ids_ptr + slot, ids, mask=is_chosen)
+    tl.store(weights_ptr + slot, weights, mask=is_chosen)
+
+
+def route_many(
+    hidden: Tensor,
+    weight: Tensor,
+    settings: RouterSettings,
+    *,
+    bias: Tensor | None = None,
+    expert_bias: Tensor | None = None,
+    live: Tensor | None = None,
+) -> Routing:
+    """:func:`~.reference.route` by the logits of ``hidden [T, H]``, which are not written.
+
+    Args:
+        weight: ``[experts, H]``, contiguous and of the dtype of ``hidden``.
+        bias: ``[experts]``.
+        expert_bias: fp32 ``[experts]``.
+        live: bool ``[T]``.
+    """
+    (rows, size), top_k = hidden.shape, settings.top_k
+    ids = torch.empty(rows, top_k, dtype=torch.int32, device=hidden.device)
+    weights = torch.empty(rows, top_k, dtype=torch.float32, device=hidden.device)
+    groups, pdl = settings.num_groups, uses_pdl(hidden.device)
+    of_group = triton.next_power_of_2(settings.num_experts // groups)
+    columns = triton.next_power_of_2(groups) * of_group
+    block = 16 if rows <= _FEW_ROWS or columns > _FEW_COLUMNS else 32
+    is_live = ids if live is None else live.contiguous().view(torch.uint8)
+    wide_router_kernel[(triton.cdiv(rows, block),)](
+        hidden, weight, weight if bias is None else bias,
+        weights if expert_bias is None else expert_bias, is_live, settings.scaling_factor, ids,
+        weights, rows, HIDDEN=size, EXPERTS=settings.num_experts, TOP_K=top_k, BLOCK_T=block,
+        BLOCK_K=64 if columns <= 2 * _FEW_COLUMNS else 32, HAS_BIAS=bias is not None,
+        HAS_EXPERT_BIAS=expert_bias is not None, HAS_LIVE=live is not None,
+        SIGMOID=settings.score_function == SIGMOID, PRE_SOFTMAX=settings.pre_softmax,
+        NORMALIZE=settings.normalize, GROUPS=groups, KEPT=settings.kept_groups,
+        SUMMED=settings.group_score_experts, GROUPS_PADDED=columns // of_group,
+        OF_GROUP_PADDED=of_group, PDL=pdl, launch_pdl=pdl, num_warps=8, num_stages=3,
+        PRECISION="ieee" if hidden.dtype is torch.float32 else "tf32",
+    )  # fmt: skip
+    return Routing(ids, weights)

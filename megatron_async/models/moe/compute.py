@@ -10,7 +10,8 @@ from torch import Tensor
 
 from megatron_async.kernels import trial
 from megatron_async.kernels.gemm import batch_invariant
-from megatron_async.kernels.moe.reference import Routing, expert_mlp
+from megatron_async.kernels.moe.reference import Routing, expert_mlp, route, router_logits
+from megatron_async.kernels.moe.settings import RouterSettings
 from megatron_async.models.quantized.values import KEPT, is_packed
 
 if TYPE_CHECKING:
@@ -19,26 +20,59 @@ if TYPE_CHECKING:
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 FEW_TOKENS = 64
 """For as many tokens or fewer the grouped GEMMs of PyTorch stay."""
+_MOST_EXPERTS, _MOST_CHOSEN = 512, 16
 _ROW_BYTES, _LEAST_STEP = 16, 16
 """Rows begin at multiples of such bytes, and a step of a product has at least so many columns."""
 
 
-def grouped_takes(hidden: Tensor, weights: KeptWeights) -> bool:
-    """Whether ``kernels/moe/grouped.py`` computes the experts of ``hidden [T, H]``: on a GPU, for
-    more than :data:`FEW_TOKENS` tokens, in bfloat16, without gradients, and not to be
+def _kernels_take(*given: Tensor | None) -> bool:
+    """Whether kernels of many tokens run for parameters and ``hidden [T, H]``, the first: on a GPU,
+    for more than :data:`FEW_TOKENS` tokens in bfloat16, without gradients, and not to be
     batch-invariant, which has another order of sums."""
-    if not (trial.GROUPED_EXPERTS and HAS_TRITON and hidden.is_cuda):
+    hidden = given[0]
+    if not (trial.GROUPED_EXPERTS and HAS_TRITON and hidden is not None and hidden.is_cuda):
         return False
-    if hidden.shape[0] <= FEW_TOKENS or batch_invariant.is_on():
+    if hidden.shape[0] <= FEW_TOKENS or batch_invariant.is_on() or not _is_covered(hidden):
         return False
+    needs_grad = any(tensor is not None and tensor.requires_grad for tensor in given)
+    return not (torch.is_grad_enabled() and needs_grad)
+
+
+def grouped_takes(hidden: Tensor, weights: KeptWeights) -> bool:
+    """Whether ``kernels/moe/grouped.py`` computes the experts of ``hidden [T, H]``."""
     w1, w2, b1, b2, *scales = weights
-    given = [tensor for tensor in (hidden, b1, b2) if tensor is not None]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*given, w1, w2)):
+    if not _kernels_take(hidden, w1, w2, b1, b2) or w1.dtype != w2.dtype:
         return False
-    if w1.dtype != w2.dtype or not all(map(_is_covered, given)):
+    if not all(_is_covered(bias) for bias in (b1, b2) if bias is not None):
         return False
     of_each = zip((w1, w2), scales, strict=True)
     return all(_has_rows(weight) and _fits(weight, scale) for weight, scale in of_each)
+
+
+def _router_takes(hidden: Tensor, router: Any, settings: RouterSettings) -> bool:
+    """Whether ``router_triton.route_many`` chooses the experts of ``hidden [T, H]``."""
+    weight, bias, expert_bias = router.weight, router.bias, router.expert_bias
+    if not _kernels_take(hidden, weight, bias) or not _is_covered(weight):
+        return False
+    if expert_bias is not None and expert_bias.dtype != torch.float32:
+        return False
+    return settings.num_experts <= _MOST_EXPERTS and settings.top_k <= _MOST_CHOSEN
+
+
+def routing_of(
+    layer: Any, hidden: Tensor, *, live: Tensor | None, chosen: Tensor | None
+) -> Routing:
+    """The experts of ``hidden [T, H]`` by a layer's router, see :func:`~.reference.route`."""
+    router, settings = layer.router, layer.settings
+    if chosen is None and _router_takes(hidden, router, settings):
+        from megatron_async.kernels.moe.router_triton import route_many
+
+        return route_many(
+            hidden, router.weight, settings, bias=router.bias, expert_bias=router.expert_bias,
+            live=live,
+        )  # fmt: skip
+    logits = router_logits(hidden, router.weight, router.bias)
+    return route(logits, settings, expert_bias=router.expert_bias, live=live, chosen=chosen)
 
 
 def _is_covered(tensor: Tensor) -> bool:

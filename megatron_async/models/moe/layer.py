@@ -20,14 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
-from megatron_async.kernels.moe.reference import (
-    held_experts,
-    route,
-    router_logits,
-)
+from megatron_async.kernels.moe.reference import held_experts
 from megatron_async.models import parallel
 from megatron_async.models.description.config import ModelConfig
-from megatron_async.models.moe.compute import experts_of
+from megatron_async.models.moe.compute import experts_of, routing_of
 from megatron_async.models.moe.settings import expert_activation, router_settings
 from megatron_async.models.moe.shards import expert_shards
 from megatron_async.models.quantized.deferred import as_built
@@ -251,14 +247,10 @@ def mixture(layer: Any, hidden_states: Tensor, padding_mask: Tensor | None) -> T
     """
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
     live = None if padding_mask is None else ~padding_mask.t().reshape(-1)
-    router = layer.router
-    logits = router_logits(tokens, router.weight, router.bias)
     chosen = layer.chosen if torch.is_grad_enabled() else None
     if layer.forced is not None and not torch.is_inference_mode_enabled():
         chosen = layer.forced  # an engine's forwards are in that mode
-    routing = route(
-        logits, layer.settings, expert_bias=router.expert_bias, live=live, chosen=chosen
-    )
+    routing = routing_of(layer, tokens, live=live, chosen=chosen)
     if layer.noted is not None:
         layer.noted.append(routing.ids)
     if leaving.to is not None:

@@ -26,6 +26,7 @@ RUNS = (
         "test_moe_e4m3.py",
         "test_moe_mxfp4.py",
         "test_grouped_experts.py",
+        "test_wide_router.py",
         "test_mamba_kernels.py",
         "test_end_check.py",
         "test_finite_kernel.py",
