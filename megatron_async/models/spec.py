@@ -121,22 +121,25 @@ class DecoderLayer(TransformerLayer):  # type: ignore[misc]
         norm = self.pre_mlp_layernorm
         mask = padding_mask(self, context)
         fuses = context is not None and fusable(hidden) and not self.training
-        if not fuses or not isinstance(norm, Norm):
+        if context is None or not fuses or not isinstance(norm, Norm):
             result: tuple[Tensor, Any] = super().forward(*args, **kwargs | mask)
             return result
         attended, bias = self.self_attention(
             self.input_layernorm(hidden), inference_context=context
         )
         hidden = norm.add(attended, bias, hidden)
-        normed = norm(hidden)
+        normed, next_norm = norm(hidden), self.__dict__.get("next_norm")
         inner = None
         if context.batch_invariant and not mask:
             inner = _product_with_swiglu(self.mlp, normed)
         if inner is None:
             output, bias = self.mlp(normed, **mask)
         else:
-            output, bias = self.mlp.linear_fc2(inner)
-        next_norm = self.__dict__.get("next_norm")
+            second = self.mlp.linear_fc2
+            parts = _segments_of(second, inner, next_norm)
+            if parts is not None and next_norm is not None:
+                return next_norm.add(parts, second.bias, hidden, in_segments=True), None
+            output, bias = second(inner)
         if isinstance(next_norm, Norm):
             return next_norm.add(output, bias, hidden), None
         return (output if bias is None else output + bias) + hidden, None
@@ -149,6 +152,21 @@ def _product_with_swiglu(mlp: Any, x: Tensor) -> Tensor | None:
     if not is_on() or not _has_plain_swiglu(mlp):
         return None
     return linear_swiglu(x, mlp.linear_fc1.weight)
+
+
+def _segments_of(linear: Any, x: Tensor, norm: Any) -> Tensor | None:
+    """What a product leaves for the norm behind it to add up, see ``linear_in_segments``; None
+    where a module must be called."""
+    from megatron_async.kernels.gemm.batch_invariant import linear_in_segments
+
+    plain = type(linear) in (RowParallelLinear, BiasedRowParallelLinear)
+    if not plain or linear.__dict__["_ranks"] is not None or not linear.skip_bias_add:
+        return None
+    if linear._forward_hooks or linear._forward_pre_hooks:
+        return None
+    if not isinstance(norm, Norm) or norm.feeds is not None or linear.world_size > 1:
+        return None
+    return linear_in_segments(x, linear.weight)
 
 
 def _has_plain_swiglu(mlp: Any) -> bool:

@@ -119,6 +119,18 @@ def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor | None:
     return gated_by_row(x, matrix) if takes_gated(x, matrix) else None
 
 
+def linear_in_segments(x: Tensor, weight: Tensor) -> Tensor | None:
+    """The sums of each segment of K of ``x [..., K]`` times ``weight [N, K]``, fp32 ``[segments,
+    ..., N]``: added up one after the other and rounded they are the product inside of
+    :func:`batch_invariant_mode`. None where it has one segment, or one program for all; tensors are
+    on CUDA."""
+    from megatron_async.kernels.gemm.batch_invariant_triton import DTYPES, segments_by_row
+
+    if x.dtype not in DTYPES or weight.dtype != x.dtype:
+        return None
+    return segments_by_row(x, weight.t())
+
+
 def prepare(device: torch.device, dtype: torch.dtype) -> None:
     """Find the tiles that products on a GPU may have; elsewhere and for other dtypes do nothing.
     This compiles kernels, and waits for the device."""

@@ -290,6 +290,20 @@ def matmul_by_row(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     return product(flat, b, bias, tile, split).view(*a.shape[:-1], columns)
 
 
+def segments_by_row(a: Tensor, b: Tensor) -> Tensor | None:
+    """The segments that :func:`matmul_by_row` would add up, fp32 ``[segments, ..., N]``; None where
+    no kernel would leave them. ``a`` has rows."""
+    (depth, columns), flat = b.shape, a.reshape(-1, b.shape[0]).contiguous()
+    segments = segments_of(a.dtype, columns, depth)
+    if segments == 1 or is_wide(flat, b):
+        return None
+    tile, split = choose_tile(a.device, a.dtype, flat.shape[0], columns, 1, segments)
+    if not split:
+        return None
+    shape = (segments, *a.shape[:-1], columns)
+    return product(flat, b, None, tile, split=True, joined=False).view(shape)
+
+
 def lines_ahead(a: Tensor, b: Tensor, tile: Tile) -> int:
     """Lines of each column of ``b`` that a program asks for ahead, for ``a`` ``[rows, K]``."""
     follow = a.element_size() == 2 and b.stride(0) == 1
@@ -310,9 +324,18 @@ def is_wide(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def product(a: Tensor, b: Tensor, bias: Tensor | None, tile: Tile, split: bool = False) -> Tensor:
+def product(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    tile: Tile,
+    split: bool = False,
+    *,
+    joined: bool = True,
+) -> Tensor:
     """:func:`matmul_by_row` of a contiguous ``[rows, K]`` with a given tile; ``split`` gives each
-    segment of K a program of its own, where there are several."""
+    segment of K a program of its own, where there are several. Those that are not ``joined`` are
+    returned, fp32 ``[segments, rows, columns]``."""
     (rows, depth), columns = a.shape, b.shape[1]
     out = torch.empty((rows, columns), dtype=a.dtype, device=a.device)
     if out.numel() == 0:
@@ -338,6 +361,8 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None, tile: Tile, split: bool =
         )  # fmt: skip
 
     launch_fitting("batch-invariant product", tile, smaller, launch)
+    if not joined:
+        return partial
     if split:
         join_kernel[(triton.cdiv(out.numel(), JOINED),)](
             partial, b if bias is None else bias, out, out.numel(), columns, SEGMENTS=segments,

@@ -23,7 +23,7 @@ def _add_norm_kernel(
     x_ptr, x_bias_ptr, residual_ptr, weight_ptr, bias_ptr, hidden_ptr, out_ptr, columns, eps,
     BLOCK: tl.constexpr, HAS_X_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     CENTER: tl.constexpr, HAS_BIAS: tl.constexpr, OFFSET: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """One row. The sum is rounded before the statistics, which see what the next layer sees."""
     pdl_enter(PDL)
@@ -31,6 +31,11 @@ def _add_norm_kernel(
     column = tl.arange(0, BLOCK)
     mask = column < columns
     x = tl.load(x_ptr + start + column, mask=mask, other=0.0).to(tl.float32)
+    for _ in tl.static_range(1, SEGMENTS):
+        x_ptr += tl.num_programs(0).to(tl.int64) * columns
+        x += tl.load(x_ptr + start + column, mask=mask, other=0.0)
+    if SEGMENTS > 0:
+        x = x.to(hidden_ptr.dtype.element_ty).to(tl.float32)
     if HAS_X_BIAS:
         x += tl.load(x_bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
@@ -57,6 +62,7 @@ def add_norm(
     *,
     center: bool | None = None,
     offset: float = 0.0,
+    in_segments: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``hidden = x + x_bias + residual`` and its RMSNorm; with a ``bias``, its LayerNorm.
 
@@ -66,19 +72,27 @@ def add_norm(
         x_bias: ``[N]``, added to ``x`` only if there is a residual.
         center: LayerNorm, not RMSNorm; None means that there is a bias.
         offset: added to the weight in fp32.
+        in_segments: ``x`` is fp32 ``[segments, ..., N]``. It is added up first, one after the
+            other, and rounded to the dtype of the residual, which must be there.
 
     Returns:
-        ``hidden`` and the normed ``hidden``, both like ``x``; a row's bits depend on it alone.
+        ``hidden`` and the normed ``hidden``, both like ``x``, or the residual if there is one; a
+        row's bits depend on it alone.
     """
     columns = x.shape[-1]
     center = bias is not None if center is None else center
+    like = x
+    if in_segments:
+        assert residual is not None
+        like = residual
     if columns > MAX_COLUMNS:
+        x = x.sum(0).to(like.dtype) if in_segments else x
         return add_norm_reference(
             x, residual, weight, bias, eps, x_bias, center=center, offset=offset
         )
     flat = x.contiguous()
-    hidden = flat if residual is None else flat.new_empty(flat.shape)
-    out = flat.new_empty(flat.shape)
+    hidden = flat if residual is None else like.new_empty(like.shape)
+    out = like.new_empty(like.shape)
     if out.numel():
         block, pdl = triton.next_power_of_2(columns), uses_pdl(x.device)
         _add_norm_kernel[(out.numel() // columns,)](
@@ -87,7 +101,8 @@ def add_norm(
             weight if bias is None else bias, hidden, out, columns, eps,
             BLOCK=block, HAS_X_BIAS=x_bias is not None and residual is not None,
             HAS_RESIDUAL=residual is not None, CENTER=center, HAS_BIAS=bias is not None,
-            OFFSET=offset, PDL=pdl, num_warps=max(1, min(16, block // 512)), launch_pdl=pdl,
+            OFFSET=offset, PDL=pdl, SEGMENTS=x.shape[0] if in_segments else 0,
+            num_warps=max(1, min(16, block // 512)), launch_pdl=pdl,
         )  # fmt: skip
     return hidden, out
 

@@ -46,12 +46,15 @@ class Norm(torch.nn.Module):
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return parameter
 
-    def add(self, x: Tensor, x_bias: Tensor | None, residual: Tensor) -> Tensor:
+    def add(
+        self, x: Tensor, x_bias: Tensor | None, residual: Tensor, *, in_segments: bool = False
+    ) -> Tensor:
         """``x + x_bias + residual``; applying this norm to the very tensor returned is free.
 
-        For tensors that are :func:`fusable` only: the norm is computed in the same kernel.
+        For tensors that are :func:`fusable` only: the norm is computed in the same kernel. With
+        ``in_segments`` ``x`` is what ``add_norm`` says; nothing may be quantized then.
         """
-        hidden, normed = self._kernel(x, residual, x_bias)
+        hidden, normed = self._kernel(x, residual, x_bias, in_segments)
         hidden.normed_by = (self, normed)  # type: ignore[attr-defined]
         return hidden
 
@@ -68,7 +71,11 @@ class Norm(torch.nn.Module):
         return F.rms_norm(wide, weight.shape, weight, self.eps).to(x.dtype)
 
     def _kernel(
-        self, x: Tensor, residual: Tensor | None, x_bias: Tensor | None
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        x_bias: Tensor | None,
+        in_segments: bool = False,
     ) -> tuple[Tensor, Tensor]:
         if self.feeds is not None:
             from megatron_async.models.quantized import fused_inputs
@@ -78,7 +85,7 @@ class Norm(torch.nn.Module):
 
         return add_norm(
             x, residual, self.weight, self.bias, self.eps, x_bias,
-            center=self.center, offset=self.offset,
+            center=self.center, offset=self.offset, in_segments=in_segments,
         )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ try:
         invariant_wide_triton,
     )
     from megatron_async.kernels.gemm.batch_invariant_triton import Tile
+    from megatron_async.kernels.norm.add_norm import add_norm
     from megatron_async.kernels.norm.swiglu import swiglu
 except ImportError:
     batch_invariant_triton = None  # type: ignore[assignment]
@@ -253,8 +254,44 @@ def test_interpreted_swiglu_of_a_product_is_that_of_its_numbers(
     assert torch.equal(gated.gated_by_row(x, weight.t()), expected)
 
 
+def check_norm_of_segments(device: str, dtype: torch.dtype, rows: int, hidden: int) -> None:
+    """A norm that adds up segments gives what one behind the product gives."""
+    products = batch_invariant_triton
+    generator = torch.Generator().manual_seed(4)
+    x, weight, residual, norm, bias = (
+        torch.randn(shape, generator=generator).to(device, dtype)
+        for shape in ((rows, 1, 8192), (hidden, 8192), (rows, 1, hidden), (hidden,), (hidden,))
+    )
+    parts = products.segments_by_row(x, weight.t())
+    assert parts is not None and parts.shape == (4, rows, 1, hidden)
+    for given in (None, bias):
+        expected = add_norm(
+            products.matmul_by_row(x, weight.t()), residual, norm, None, 1e-5, given
+        )
+        found = add_norm(parts, residual, norm, None, 1e-5, given, in_segments=True)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@interpreted
+def test_interpreted_norm_of_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = batch_invariant_triton
+    tile = products.HALF_TILE_NARROW
+    monkeypatch.setattr(products, "choose_tile", lambda *_: (tile, True))
+    check_norm_of_segments("cpu", torch.float16, 3, 40)
+    assert products.segments_by_row(torch.randn(3, 64).half(), torch.randn(64, 8).half()) is None
+    monkeypatch.setattr(products, "choose_tile", lambda *_: (tile, False))
+    x, weight = torch.randn(3, 8192).half(), torch.randn(8192, 8).half()
+    assert products.segments_by_row(x, weight) is None
+
+
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=compiled)])
 class TestOnGpu:
+    @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+    @pytest.mark.parametrize("rows", (1, 32, 128))
+    def test_norm_of_segments(self, rows: int, dtype: torch.dtype, device: str) -> None:
+        batch_invariant_triton.find_tiles(torch.device("cuda", 0), dtype)
+        check_norm_of_segments(device, dtype, rows, 4096)
+
     @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
     def test_wide_products_are_found_and_have_the_same_bits(
         self, dtype: torch.dtype, device: str
