@@ -160,11 +160,12 @@ def _segments_of(linear: Any, x: Tensor, norm: Any) -> Tensor | None:
     from megatron_async.kernels.gemm.batch_invariant import linear_in_segments
 
     plain = type(linear) in (RowParallelLinear, BiasedRowParallelLinear)
-    if not plain or linear.__dict__["_ranks"] is not None or not linear.skip_bias_add:
+    ranks = linear.config.tensor_model_parallel_size
+    if not plain or ranks > 1 or not linear.skip_bias_add:
         return None
     if linear._forward_hooks or linear._forward_pre_hooks:
         return None
-    if not isinstance(norm, Norm) or norm.feeds is not None or linear.world_size > 1:
+    if not isinstance(norm, Norm) or norm.feeds is not None:
         return None
     return linear_in_segments(x, linear.weight)
 
