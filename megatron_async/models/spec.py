@@ -124,34 +124,71 @@ class DecoderLayer(TransformerLayer):  # type: ignore[misc]
         if context is None or not fuses or not isinstance(norm, Norm):
             result: tuple[Tensor, Any] = super().forward(*args, **kwargs | mask)
             return result
+        if context.batch_invariant and not mask and self._has_own_kernels():
+            return self._with_products(hidden, context), None
         attended, bias = self.self_attention(
             self.input_layernorm(hidden), inference_context=context
         )
         hidden = norm.add(attended, bias, hidden)
-        normed, next_norm = norm(hidden), self.__dict__.get("next_norm")
-        inner = None
-        if context.batch_invariant and not mask:
-            inner = _product_with_swiglu(self.mlp, normed)
-        if inner is None:
-            output, bias = self.mlp(normed, **mask)
-        else:
-            second = self.mlp.linear_fc2
-            parts = _segments_of(second, inner, next_norm)
-            if parts is not None and next_norm is not None:
-                return next_norm.add(parts, second.bias, hidden, in_segments=True), None
-            output, bias = second(inner)
+        output, bias = self.mlp(norm(hidden), **mask)
+        next_norm = self.__dict__.get("next_norm")
         if isinstance(next_norm, Norm):
             return next_norm.add(output, bias, hidden), None
         return (output if bias is None else output + bias) + hidden, None
 
+    def _has_own_kernels(self) -> bool:
+        """Whether products of batch-invariant mode may go together with what is behind them: nobody
+        watches the modules."""
+        from megatron_async.kernels.gemm.batch_invariant import is_on
+
+        attention, mlp = self.self_attention, self.mlp
+        return is_on() and type(attention) is PagedSelfAttention and not _watched(attention, mlp)
+
+    def _with_products(self, hidden: Tensor, context: Any) -> Tensor:
+        """The layer in batch-invariant mode, with the same bits."""
+        norm, next_norm = self.pre_mlp_layernorm, self.__dict__.get("next_norm")
+        attention, mlp = self.self_attention, self.mlp
+        attended = attention.attended(context, self.input_layernorm(hidden))
+        hidden = _add_product(attention.linear_proj, attended, norm, hidden)
+        normed = norm(hidden)
+        inner = _product_with_swiglu(mlp, normed)
+        if inner is not None:
+            return _add_product(mlp.linear_fc2, inner, next_norm, hidden)
+        return _add(mlp(normed), next_norm, hidden)
+
+
+def _watched(*modules: Any) -> bool:
+    return any(each._forward_hooks or each._forward_pre_hooks for each in modules)
+
+
+def _add(output: tuple[Tensor, Tensor | None], norm: Any, hidden: Tensor) -> Tensor:
+    """A part of a layer, and its bias, onto the residual stream, for the norm that comes next."""
+    x, bias = output
+    if isinstance(norm, Norm):
+        return norm.add(x, bias, hidden)
+    return (x if bias is None else x + bias) + hidden
+
+
+def _add_product(linear: Any, x: Tensor, norm: Any, hidden: Tensor) -> Tensor:
+    """:func:`_add` of a row-parallel layer, whose segments of K the norm adds up if it can."""
+    parts = _segments_of(linear, x, norm)
+    if parts is None:
+        return _add(linear(x), norm, hidden)
+    total: Tensor = norm.add(parts, linear.bias, hidden, in_segments=True)
+    return total
+
 
 def _product_with_swiglu(mlp: Any, x: Tensor) -> Tensor | None:
     """What an MLP's second layer gets, by one kernel; None where that must be its modules'."""
-    from megatron_async.kernels.gemm.batch_invariant import is_on, linear_swiglu
+    from megatron_async.kernels.gemm.batch_invariant import linear_swiglu
 
-    if not is_on() or not _has_plain_swiglu(mlp):
+    if type(mlp) is not MLP or type(mlp.activation_func) is not SwiGLU:
         return None
-    return linear_swiglu(x, mlp.linear_fc1.weight)
+    first, activation = mlp.linear_fc1, mlp.activation_func
+    plain = type(first) is ColumnParallelLinear and first.bias is None
+    if not plain or activation.feeds is not None or _watched(first, activation):
+        return None
+    return linear_swiglu(x, first.weight)
 
 
 def _segments_of(linear: Any, x: Tensor, norm: Any) -> Tensor | None:
@@ -160,29 +197,11 @@ def _segments_of(linear: Any, x: Tensor, norm: Any) -> Tensor | None:
     from megatron_async.kernels.gemm.batch_invariant import linear_in_segments
 
     plain = type(linear) in (RowParallelLinear, BiasedRowParallelLinear)
-    ranks = linear.config.tensor_model_parallel_size
-    if not plain or ranks > 1 or not linear.skip_bias_add:
+    if not plain or linear.config.tensor_model_parallel_size > 1 or not linear.skip_bias_add:
         return None
-    if linear._forward_hooks or linear._forward_pre_hooks:
-        return None
-    if not isinstance(norm, Norm) or norm.feeds is not None:
+    if not isinstance(norm, Norm) or norm.feeds is not None or _watched(linear):
         return None
     return linear_in_segments(x, linear.weight)
-
-
-def _has_plain_swiglu(mlp: Any) -> bool:
-    """Whether a SwiGLU of a product without a bias, which nobody watches, is in front of the MLP's
-    second layer."""
-    if type(mlp) is not MLP or type(mlp.activation_func) is not SwiGLU:
-        return False
-    first, activation = mlp.linear_fc1, mlp.activation_func
-    watched = [each._forward_hooks or each._forward_pre_hooks for each in (mlp, first, activation)]
-    return (
-        type(first) is ColumnParallelLinear
-        and first.bias is None
-        and activation.feeds is None
-        and not any(watched)
-    )
 
 
 def link_norms(layers: list[Any], final_norm: torch.nn.Module | None) -> None:

@@ -99,9 +99,11 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def segments_of(dtype: torch.dtype, columns: int, depth: int) -> int:
     """How many segments K has: for few columns and a large K programs must share it to be enough.
     Part of what a row's bits are, so the number of rows must not be asked for."""
-    if dtype is torch.float32 or columns > 8192 or depth < 2048:
+    if dtype is torch.float32 or columns > 8192:
         return 1
-    return 4 if depth >= 8192 else 2
+    if depth >= 8192:
+        return 4
+    return 2 if depth >= 2048 and columns <= 4096 else 1
 
 
 def segment_size(depth: int, segments: int) -> int:

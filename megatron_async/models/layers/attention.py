@@ -214,6 +214,13 @@ class PagedSelfAttention(PagedAttention, SelfAttention):  # type: ignore[misc]
         projected: tuple[Tensor, Tensor | None] = self.linear_proj(output.flatten(2))
         return projected
 
+    def attended(self, context: Batch, hidden_states: Tensor) -> Tensor:
+        """What the output projection gets in a forward with a context, ``[T, 1, heads x size]``."""
+        if self._packs(context, hidden_states):
+            return self._with_packed(context, hidden_states).flatten(2)
+        query, key, value = self.get_query_key_value_tensors(hidden_states)
+        return self._with_context(context, query, key, value).flatten(2)
+
     def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         rotary, length = self.rotary, query.shape[0]
         if rotary is not None:

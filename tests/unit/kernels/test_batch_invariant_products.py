@@ -148,8 +148,8 @@ def test_a_tile_is_as_large_as_gives_all_multiprocessors_work(
 def test_segments_depend_on_the_matrix_alone_and_cover_it() -> None:
     products, half = batch_invariant_triton, torch.bfloat16
     for columns, depth, expected in (
-        (4096, 4096, 2), (6144, 4096, 2), (4096, 14336, 4), (28672, 4096, 1), (4096, 2047, 1),
-        (4096, 2050, 2), (64, 8200, 4),
+        (4096, 4096, 2), (6144, 4096, 1), (4096, 14336, 4), (28672, 4096, 1), (4096, 2047, 1),
+        (4096, 2050, 2), (64, 8200, 4), (8192, 8192, 4), (8193, 8192, 1),
     ):  # fmt: skip
         segments = products.segments_of(half, columns, depth)
         size = products.segment_size(depth, segments)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_async.models import spec
 from megatron_async.models.build import build_model
 from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.gpt_network import GPTNetwork
@@ -52,6 +55,17 @@ MODELS = {
         tie_word_embeddings=True,
     ),
 }
+SEGMENTED = ModelConfig(
+    num_layers=3,
+    hidden_size=2048,
+    num_attention_heads=16,
+    num_kv_heads=4,
+    head_dim=128,
+    ffn_hidden_size=8192,
+    vocab_size=VOCAB_SIZE,
+    max_sequence_length=BLOCK_SIZE * COLUMNS,
+)
+"""K of both row-parallel layers has segments, on a GPU."""
 Chunks = list[int]
 """Lengths of consecutive pieces of the sequence; 1 is a decode step."""
 
@@ -61,7 +75,7 @@ class Rig:
 
     def __init__(self, name: str, dtype: torch.dtype, device: str) -> None:
         torch.manual_seed(2)
-        model = build_model(MODELS[name], device=device, dtype=dtype)
+        model = build_model(MODELS.get(name, SEGMENTED), device=device, dtype=dtype)
         self.wrapper = GPTNetwork(model, batch_invariant=True)
         self.device = device
         generator = torch.Generator().manual_seed(3)
@@ -217,3 +231,30 @@ class TestOnGpu:
             cache = context.kv_cache[:, :, context.block_table[0]].flatten(2, 3)[:, :, :90]
             assert torch.equal(cache[:, 0], keys)
             assert torch.equal(cache[:, 1], values)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
+@torch.inference_mode()
+def test_products_have_the_bits_of_modules_with_what_is_behind_them(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SwiGLU in a product, and norms that add up segments; rows of a step and chunks alike."""
+    rig = Rig("segmented", torch.bfloat16, device)
+    segments: list[bool] = []
+
+    def noted(*given: Any) -> Tensor | None:
+        parts = segments_of(*given)
+        segments.append(parts is not None)
+        return parts
+
+    segments_of = spec._segments_of
+    monkeypatch.setattr(spec, "_segments_of", noted)
+    together = rig.compute([70, 1, 1, 200, 1], others=2)
+    assert any(segments)
+    otherwise = rig.compute([1, 70, 1, 200, 1], others=3, other_step=9)
+    assert torch.equal(together[0][-1], otherwise[0][-1])
+    monkeypatch.setattr(spec.DecoderLayer, "_has_own_kernels", lambda self: False)
+    segments.clear()
+    apart = rig.compute([70, 1, 1, 200, 1], others=2)
+    assert not segments
+    assert all(torch.equal(one, other) for one, other in zip(together, apart, strict=True))
