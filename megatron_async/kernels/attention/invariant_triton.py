@@ -28,6 +28,13 @@ from megatron_async.kernels.attention.paged_prefill_triton import (
     WIDTH,
     attend_tile,
 )
+from megatron_async.kernels.attention.splits_triton import (
+    add_split,
+    begin_splits,
+    first_token,
+    scales,
+    split_size,
+)
 from megatron_async.kernels.attention.tiles import Heads, PrefillTile, fewer_stages, invariant_tile
 from megatron_async.kernels.fitting import launch_fitting
 from megatron_async.kernels.pdl import pdl_enter, uses_pdl
@@ -40,64 +47,29 @@ MAX_SPLITS = 32
 
 
 @triton.jit
-def _split_size(
-    length, window, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr
-):
-    """Tokens of each split of a sequence of ``length`` tokens."""
-    reach = length
-    if WINDOW:
-        reach = tl.minimum(length, window + (MIN_SPLIT - 1))
-    return (reach + (MIN_SPLIT * MAX_SPLITS - 1)) // (MIN_SPLIT * MAX_SPLITS) * MIN_SPLIT
-
-
-@triton.jit
-def _first_token(length, size, window, WINDOW: tl.constexpr):
-    """Where the first split begins that a sequence's last token sees anything of."""
-    first = length * 0
-    if WINDOW:
-        first = tl.maximum(length - window, 0) // size * size
-    return first
-
-
-@triton.jit
-def _begin(sink, SINKS: tl.constexpr):
-    """Maximum and mass before the first split; a sink is a score of a token without a value."""
-    highest = sink * 0.0 + LOWEST
-    mass = sink * 0.0
-    if SINKS:
-        highest = tl.maximum(sink, LOWEST)
-        mass = tl.exp2(sink - highest)
-    return highest, mass
-
-
-@triton.jit
-def _scales(highest, split_highest):
-    """The new maximum, and what sums until now and those of a split are multiplied by."""
-    raised = tl.maximum(highest, split_highest)
-    return raised, tl.exp2(highest - raised), tl.exp2(split_highest - raised)
-
-
-@triton.jit
 def _rows_kernel(
     query_ptr, key_ptr, value_ptr, table_ptr, slots_ptr, length_ptr, partial_ptr, stats_ptr,
+    sinks_ptr, out_ptr,
     query_row, query_head, key_block, key_token, key_head, value_block, value_token, value_head,
     table_row, capacity, splits, scale, window,
     BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr, MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SHARES: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, SINKS: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """One split of one row for GROUP heads: its sum, maximum and mass."""
+    """One split of one row for GROUP heads: its sum, maximum and mass; or ALONE the row's output,
+    which has no other split."""
     pdl_enter(PDL)
     part = tl.program_id(0)
     kv_head = part // SHARES
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     length = tl.minimum(tl.load(length_ptr + row).to(tl.int32), capacity)
-    size = _split_size(length, window, MIN_SPLIT, MAX_SPLITS, WINDOW)
-    begin = _first_token(length, size, window, WINDOW) + split * size
-    if begin >= length:
-        return
+    size = split_size(length, window, MIN_SPLIT, MAX_SPLITS, WINDOW)
+    begin = first_token(length, size, window, WINDOW) + split * size
+    if not ALONE:  # noqa: SIM102 (decided when it is compiled)
+        if begin >= length:
+            return
     end = tl.minimum(begin + size, length)
     if WINDOW:
         begin = tl.maximum(begin, (length - window) // TILE * TILE)
@@ -125,9 +97,22 @@ def _rows_kernel(
             True, BLOCK_SIZE, D, D_PAD, TILE, PRECISION, WINDOW, SOFT_CAP, False, 0, 16,
         )  # fmt: skip
     at = (row * (tl.num_programs(0) * GROUP) + head) * splits + split
-    tl.store(partial_ptr + at[:, None] * D + d[None, :], total, mask=is_row)
-    tl.store(stats_ptr + at * 2, highest, mask=member < GROUP)
-    tl.store(stats_ptr + at * 2 + 1, mass, mask=member < GROUP)
+    if ALONE:
+        sink = tl.zeros([ROWS], tl.float32)
+        if SINKS:
+            sink = tl.load(sinks_ptr + head, mask=member < GROUP, other=0.0).to(tl.float32)
+            sink *= IN_LOG2
+        first, first_mass = begin_splits(sink, SINKS)
+        nothing = tl.zeros([ROWS, D_PAD], tl.float32)
+        highest, mass, total = add_split(
+            first, first_mass, nothing, highest, mass, total, ROWS, D_PAD
+        )
+        out = (total / mass[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + at[:, None] * D + d[None, :], out, mask=is_row)
+    else:
+        tl.store(partial_ptr + at[:, None] * D + d[None, :], total, mask=is_row)
+        tl.store(stats_ptr + at * 2, highest, mask=member < GROUP)
+        tl.store(stats_ptr + at * 2 + 1, mass, mask=member < GROUP)
 
 
 @triton.jit
@@ -141,17 +126,17 @@ def _join_kernel(
     row = tl.program_id(0).to(tl.int64)
     at = row * tl.num_programs(1) + tl.program_id(1)
     length = tl.minimum(tl.load(length_ptr + row).to(tl.int32), capacity)
-    size = _split_size(length, window, MIN_SPLIT, MAX_SPLITS, WINDOW)
-    count = tl.cdiv(length - _first_token(length, size, window, WINDOW), size)
+    size = split_size(length, window, MIN_SPLIT, MAX_SPLITS, WINDOW)
+    count = tl.cdiv(length - first_token(length, size, window, WINDOW), size)
     sink = tl.full((), 0.0, tl.float32)
     if SINKS:
         sink = tl.load(sinks_ptr + tl.program_id(1)).to(tl.float32) * IN_LOG2
-    highest, mass = _begin(sink, SINKS)
+    highest, mass = begin_splits(sink, SINKS)
     d = tl.arange(0, D_PAD)
     total = tl.zeros([D_PAD], tl.float32)
     for split in range(0, count):
         place = at * splits + split
-        highest, before, here = _scales(highest, tl.load(stats_ptr + place * 2))
+        highest, before, here = scales(highest, tl.load(stats_ptr + place * 2))
         mass = tl.fma(tl.load(stats_ptr + place * 2 + 1), here, mass * before)
         part = tl.load(partial_ptr + place * D + d, mask=d < D, other=0.0)
         total = tl.fma(part, tl.zeros_like(part) + here, total * before)
@@ -212,13 +197,13 @@ def _chunks_kernel(
     if WINDOW:
         whole = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), TILE) * TILE, seen)
     # Tokens of a tile may have splits of two sizes: those of each size once.
-    row_size = _split_size(position + 1, window, MIN_SPLIT, MAX_SPLITS, WINDOW)
-    least = _split_size(begin + 1, window, MIN_SPLIT, MAX_SPLITS, WINDOW)
-    most = _split_size(end, window, MIN_SPLIT, MAX_SPLITS, WINDOW)
+    row_size = split_size(position + 1, window, MIN_SPLIT, MAX_SPLITS, WINDOW)
+    least = split_size(begin + 1, window, MIN_SPLIT, MAX_SPLITS, WINDOW)
+    most = split_size(end, window, MIN_SPLIT, MAX_SPLITS, WINDOW)
     for size in range(least, most + 1, MIN_SPLIT):
-        highest, mass = _begin(sink, SINKS)
+        highest, mass = begin_splits(sink, SINKS)
         total = tl.zeros([ROWS, D_PAD], tl.float32)
-        for split in range(_first_token(begin + 1, size, window, WINDOW), end, size):
+        for split in range(first_token(begin + 1, size, window, WINDOW), end, size):
             split_end = tl.minimum(split + size, end)
             split_highest = tl.full([ROWS], LOWEST, tl.float32)
             split_mass = tl.zeros([ROWS], tl.float32)
@@ -251,10 +236,9 @@ def _chunks_kernel(
                     value_token, scale, window,
                     True, BLOCK_SIZE, D, D_PAD, TILE, PRECISION, WINDOW, SOFT_CAP, False, 0, 16,
                 )  # fmt: skip
-            highest, before, here = _scales(highest, split_highest)
-            mass = tl.fma(split_mass, here, mass * before)
-            here_wide = tl.broadcast_to(here[:, None], [ROWS, D_PAD])
-            total = tl.fma(split_total, here_wide, total * before[:, None])
+            highest, mass, total = add_split(
+                highest, mass, total, split_highest, split_mass, split_total, ROWS, D_PAD
+            )
         out = (total / mass[:, None]).to(out_ptr.dtype.element_ty)
         out_at = (token * out_row + head * out_head)[:, None] + d[None, :]
         tl.store(out_ptr + out_at, out, mask=is_row & (row_size == size)[:, None])
@@ -309,14 +293,17 @@ def invariant_rows(
     def launch(tile: PrefillTile) -> None:
         _rows_kernel[(heads // tile.group, splits, rows)](
             query, key_cache, value_cache, block_table, slots, lengths, partial, stats,
+            query if sinks is None else sinks, out,
             query.stride(0), query.stride(1), key_cache.stride(0), key_cache.stride(1),
             key_cache.stride(2), value_cache.stride(0), value_cache.stride(1),
             value_cache.stride(2), block_table.stride(0), capacity, splits, scale * LOG2_E,
-            window or 0, num_stages=tile.stages,
+            window or 0, SINKS=sinks is not None, ALONE=splits == 1, num_stages=tile.stages,
             **_common(shape, tile, query, window, soft_cap, block_size),
         )  # fmt: skip
 
     launch_fitting("attention of rows in one order", tile, fewer_stages, launch)
+    if splits == 1:
+        return out
     _join_kernel[(rows, heads)](
         partial, stats, lengths, stats if sinks is None else sinks, out, capacity, splits,
         window or 0, D=head_dim, D_PAD=shape.value_pad, MIN_SPLIT=MIN_SPLIT,
