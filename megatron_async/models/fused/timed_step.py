@@ -38,13 +38,15 @@ Configs = dict[str, TileConfig]
 
 class FusedStep:
     """The kernels of a step: the decoder's, and in a model with MTP layers the projection of the
-    first one, whose other GEMMs have shapes of the decoder's."""
+    first one, whose other GEMMs have shapes of the decoder's; MTP layers take up to
+    :data:`MAX_ROWS` rows."""
 
-    def __init__(self, model: Any, configs: Configs) -> None:
+    def __init__(self, model: Any, configs: Configs, rows: int = MAX_ROWS) -> None:
         self.decoder = FusedDecoder(model, tilings=configs)
         self.off, self.takes = self.decoder.off, self.decoder.takes
         self._mtp: FusedMtp | None = None
-        if any(b.reason is None for b in mtp_blocks(model) if b.kind == PROJECTION):
+        projections = [b for b in mtp_blocks(model) if b.kind == PROJECTION and rows <= MAX_ROWS]
+        if any(block.reason is None for block in projections):
             self._mtp = FusedMtp(model, configs)
             weight: torch.Tensor = model.mtp.layers[0].eh_proj.weight
             draw = torch.Generator(weight.device).manual_seed(1)
@@ -192,7 +194,7 @@ class Rig:
                     tensor.zero_()
 
     def decoder(self, configs: Configs) -> FusedStep:
-        return FusedStep(self.model, configs)
+        return FusedStep(self.model, configs, self.rows)
 
     def compile(self, configs: Configs) -> None:
         """Compile a step's kernels in parallel."""
