@@ -100,7 +100,7 @@ def _place(most_tiles, BLOCKS: tl.constexpr, TOGETHER: tl.constexpr):
 
 @triton.jit
 def _scales(scale_ptr, row, column, DEPTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Those of rows of an e4m3 weight at a column, or at its last one."""
+    """Scales of rows of an e4m3 weight at a column, or at its last one."""
     group = tl.minimum(column, DEPTH - 1) // COLUMNS
     return tl.load(scale_ptr + row * (DEPTH // COLUMNS) + group)
 

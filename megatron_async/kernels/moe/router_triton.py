@@ -29,7 +29,8 @@ begin at 16 bytes."""
 _STATISTICS = tl.constexpr(4096)
 """Partial statistics, of all rows together, that are on their way at once."""
 _FEW_ROWS, _FEW_COLUMNS = 4096, 128
-"""Up to so many rows, and for more experts, a program chooses for 16, else for 32."""
+"""A program chooses for 32 rows if there are more rows than the first and no more columns than the
+second, else for 16."""
 _LOWEST = tl.constexpr(-(2**31) + 1)
 _TAKEN = tl.constexpr(-(2**63))
 

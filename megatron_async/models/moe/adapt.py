@@ -16,7 +16,8 @@ from megatron_async.errors import ConfigError
 from megatron_async.graph_audit.derived import Derived
 from megatron_async.kernels.moe.settings import ExpertActivation
 from megatron_async.models import parallel
-from megatron_async.models.moe.layer import ExpertWeights, KeptWeights, SharedExpertMLP, mixture
+from megatron_async.models.moe.compute import KeptWeights
+from megatron_async.models.moe.layer import ExpertWeights, SharedExpertMLP, mixture
 from megatron_async.models.moe.settings import router_settings
 from megatron_async.models.parallel import ModelParallel
 

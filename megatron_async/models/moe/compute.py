@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,15 +14,28 @@ from megatron_async.kernels.moe.reference import Routing, expert_mlp, route, rou
 from megatron_async.kernels.moe.settings import RouterSettings
 from megatron_async.models.quantized.values import KEPT, is_packed
 
-if TYPE_CHECKING:
-    from megatron_async.models.moe.layer import KeptWeights
-
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 FEW_TOKENS = 64
 """For as many tokens or fewer the grouped GEMMs of PyTorch stay."""
 _MOST_EXPERTS, _MOST_CHOSEN = 512, 16
 _ROW_BYTES, _LEAST_STEP = 16, 16
-"""Rows begin at multiples of such bytes, and a step of a product has at least so many columns."""
+"""Bytes that a row begins at a multiple of, and the fewest columns of a product's step."""
+
+
+class KeptWeights(NamedTuple):
+    """:class:`~.layer.ExpertWeights` as they are in memory.
+
+    Where the first two are e4m3 they have scales, fp32 ``[experts, 2 I or I, groups]`` and
+    ``[experts, H, groups]``; as MXFP4 they are uint8, and so are their scales, see
+    ``kernels/moe/mxfp4.py``.
+    """
+
+    w1: Tensor
+    w2: Tensor
+    b1: Tensor | None
+    b2: Tensor | None
+    w1_scale: Tensor | None = None
+    w2_scale: Tensor | None = None
 
 
 def _kernels_take(*given: Tensor | None) -> bool:

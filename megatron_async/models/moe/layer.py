@@ -23,7 +23,7 @@ from megatron_async import megatron_compat as compat  # noqa: F401  (before mega
 from megatron_async.kernels.moe.reference import held_experts
 from megatron_async.models import parallel
 from megatron_async.models.description.config import ModelConfig
-from megatron_async.models.moe.compute import experts_of, routing_of
+from megatron_async.models.moe.compute import KeptWeights, experts_of, routing_of
 from megatron_async.models.moe.settings import expert_activation, router_settings
 from megatron_async.models.moe.shards import expert_shards
 from megatron_async.models.quantized.deferred import as_built
@@ -45,19 +45,6 @@ class ExpertWeights(NamedTuple):
     w2: Tensor
     b1: Tensor | None
     b2: Tensor | None
-
-
-class KeptWeights(NamedTuple):
-    """:class:`ExpertWeights` as they are in memory. Where the first two are e4m3 they have scales,
-    fp32 ``[experts, 2 I or I, groups]`` and ``[experts, H, groups]``; as MXFP4 they are uint8, and
-    so are their scales, see ``kernels/moe/mxfp4.py``."""
-
-    w1: Tensor
-    w2: Tensor
-    b1: Tensor | None
-    b2: Tensor | None
-    w1_scale: Tensor | None = None
-    w2_scale: Tensor | None = None
 
 
 Initialize = Callable[[Tensor], Any]

@@ -13,8 +13,7 @@ from megatron_async.kernels.gemm.batch_invariant import batch_invariant_mode
 from megatron_async.kernels.moe.mxfp4 import pack, unpack
 from megatron_async.kernels.moe.reference import NO_EXPERT, Routing, expert_mlp
 from megatron_async.kernels.moe.settings import ExpertActivation
-from megatron_async.models.moe.compute import grouped_takes
-from megatron_async.models.moe.layer import KeptWeights
+from megatron_async.models.moe.compute import KeptWeights, grouped_takes
 from megatron_async.models.quantized.values import E4M3, PACKED, multiply_out, quantize
 from tests.support.compiled_kernels import HOPPER, LIMIT_OF, Compiled, compiles, compiling_for
 from tests.support.cuda_kernels import LIMIT, relative_error
