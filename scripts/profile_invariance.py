@@ -24,6 +24,7 @@ PRODUCTS = {
 }
 """Columns and K of the products of Llama-8B."""
 ROWS = (1, 32, 128)
+PREFILL_ROWS = 8192
 COLD_BYTES = 250e6
 """Weights that are read between two readings of the same: more than any L2 cache holds."""
 TOP = 25
@@ -95,7 +96,33 @@ def print_products(device: torch.device) -> None:
                 spent = _time(product, weights)
                 what = f"{tuple(tile)}{' split' if split and segments > 1 else ''}"
                 _print_product(name, rows, what, str(programs), spent, size, same)
+        if name != "head":
+            _print_wide(name, weights, size)
         del weights
+
+
+def _print_wide(name: str, weights: list[Tensor], size: int) -> None:
+    """A product of a step of a prefill, and with SwiGLU where that is fused."""
+    from megatron_async.kernels.gemm import batch_invariant_triton as products
+    from megatron_async.kernels.gemm.invariant_gated_triton import gated_by_row
+    from megatron_async.kernels.norm.swiglu import swiglu
+
+    depth = weights[0].shape[1]
+    x = torch.randn(PREFILL_ROWS, depth, device=weights[0].device, dtype=torch.bfloat16)
+    ways: dict[str, Callable[[Tensor], Any]] = {
+        "cuBLAS": lambda w: F.linear(x, w),
+        "by TMA": lambda w: products.matmul_by_row(x, w.t()),
+        "(128, 128)": lambda w: products.product(x, w.t(), None, products.HALF_TILES[1]),
+    }
+    if products.segments_of(x.dtype, len(weights[0]), depth) == 1:
+        ways["(128, 256)"] = lambda w: products.product(x, w.t(), None, products.HALF_TILES[0])
+    if name == "fc1":
+        ways["cuBLAS, SwiGLU"] = lambda w: swiglu(F.linear(x, w))
+        ways["with SwiGLU"] = lambda w: gated_by_row(x, w.t())
+    for way, product in ways.items():
+        spent = _time(product, weights)
+        rate = f"{2 * PREFILL_ROWS * weights[0].numel() / spent / 1e6:.0f} TFLOP/s"
+        _print_product(name, PREFILL_ROWS, way, rate, spent, size, "")
 
 
 def _print_product(

@@ -198,15 +198,15 @@ def _is_wide_same(values: Callable[..., Tensor]) -> bool:
 def choose_tile(
     device: torch.device, dtype: torch.dtype, rows: int, columns: int, count: int, segments: int = 1
 ) -> tuple[Tile, bool]:
-    """The largest tile that gives 5 of 6 multiprocessors work, for ``count`` products, and whether
+    """The largest tile that gives 2 of 3 multiprocessors work, for ``count`` products, and whether
     each segment has a program of its own."""
     same = _same.get((device, dtype), ())
     may_split = segments > 1 and count == 1 and rows <= MOST_SPLIT
     for tile in same:
         if tile.m > 64 and rows <= 64:
             continue
-        enough = 5 * multiprocessors(device)
-        tiles = 6 * count * triton.cdiv(rows, tile.m) * triton.cdiv(columns, tile.n)
+        enough = 2 * multiprocessors(device)
+        tiles = 3 * count * triton.cdiv(rows, tile.m) * triton.cdiv(columns, tile.n)
         holds = segments == 1 or tile.m * tile.n <= WIDEST_SUM
         if tiles >= enough and holds:
             return tile, False
