@@ -125,4 +125,4 @@ def _front_end(
     functions = backend.get_codegen_implementation(options)
     source = self.ASTSource(self, signature, constants, attrs)
     source.make_ir(target, options, functions, backend.get_module_map(), context)
-    return SimpleNamespace(metadata=SimpleNamespace(shared=0), asm={"ptx": ""})
+    return SimpleNamespace(metadata=SimpleNamespace(shared=0), asm={"ptx": "", "ttir": ""})
