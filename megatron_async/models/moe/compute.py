@@ -77,7 +77,7 @@ def routing_of(
 ) -> Routing:
     """The experts of ``hidden [T, H]`` by a layer's router, see :func:`~.reference.route`."""
     router, settings = layer.router, layer.settings
-    if chosen is None and _router_takes(hidden, router, settings):
+    if hidden.is_cuda and chosen is None and _router_takes(hidden, router, settings):
         from megatron_async.kernels.moe.router_triton import route_many
 
         return route_many(
@@ -115,13 +115,12 @@ def experts_of(layer: Any, hidden: Tensor, routing: Routing) -> Tensor:
         hidden: ``[T, H]``.
         routing: by the numbers of this rank's experts.
     """
-    kept = layer.kept_weights
-    if not grouped_takes(hidden, kept):
+    if not hidden.is_cuda or not grouped_takes(hidden, layer.kept_weights):
         w1, w2, b1, b2 = layer.weights
         return expert_mlp(hidden, routing, w1, w2, layer.activation, b1=b1, b2=b2)
     from megatron_async.kernels.moe import grouped
 
-    count = layer.settings.num_experts
+    kept, count = layer.kept_weights, layer.settings.num_experts
     of_expert = routing.ids.numel() / count
     is_widened = kept.w1.dtype in KEPT and of_expert <= grouped.MOST_WIDENED
     weights = grouped.GroupedWeights(*(kept if is_widened else layer.weights))
