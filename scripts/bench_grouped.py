@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megatron_async.kernels.moe import grouped
 from megatron_async.kernels.moe.grouped import TILES, GroupedTile, GroupedTiles, GroupedWeights
-from megatron_async.kernels.moe.reference import Routing, expert_mlp
+from megatron_async.kernels.moe.reference import Routing, expert_mlp, route, router_logits
+from megatron_async.kernels.moe.router_triton import route_many
 from megatron_async.kernels.moe.shape import MoeShape
 from megatron_async.kernels.shared_memory import HOPPER_BYTES
 
@@ -35,6 +36,7 @@ class GroupedBench:
         self.w2 = drawn(experts, hidden, inner, scale=inner**-0.5)
         self.b1 = drawn(experts, first) if bias else None
         self.b2 = drawn(experts, hidden) if bias else None
+        self.router = drawn(experts, hidden, scale=hidden**-0.5)
         self.weights = GroupedWeights(self.w1, self.w2, self.b1, self.b2)
 
     def run(self, tokens: int, *, sweep: bool) -> float:
@@ -59,6 +61,8 @@ class GroupedBench:
         weighted = self.second(self.first(order, tiles), order, tiles)
         self._line("  order", 0, lambda: self._order(tiles))
         self._line("  sum", 0, lambda: grouped.sum_slots(weighted, self.routing.ids))
+        self._line("router, PyTorch", 0, self._routed_by_torch)
+        self._line("router, ours", 0, lambda: route_many(self.hidden, self.router, settings))
         self._best(sweep)
         return error
 
@@ -85,6 +89,9 @@ class GroupedBench:
     def second(self, x: Tensor, order: grouped.Order, tiles: GroupedTiles) -> Tensor:
         """The second one."""
         return grouped.second_layers(x, order, self.weights, self.routing.weights, tiles)
+
+    def _routed_by_torch(self) -> Routing:
+        return route(router_logits(self.hidden, self.router), self.shape.settings)
 
     def _order(self, tiles: GroupedTiles) -> grouped.Order:
         return grouped.order_slots(self.routing.ids, self.shape.settings.num_experts, tiles.m)
