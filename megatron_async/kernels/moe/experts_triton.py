@@ -31,8 +31,20 @@ def _tanh(x):
 
 
 @triton.jit
+def at_least(x, low):
+    """The larger one. GPUs' own maximum of NaN and a number is the number: here NaN stays."""
+    return tl.maximum(x, low, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def at_most(x, high):
+    """The smaller one; NaN stays."""
+    return tl.minimum(x, high, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def activate(x, FUNCTION: tl.constexpr):
-    """See :class:`~.settings.ExpertActivation`."""
+    """See :class:`~.settings.ExpertActivation`. NaN stays."""
     if FUNCTION == "silu":
         out = x / (1.0 + tl.exp(-x))
     elif FUNCTION == "quick_gelu":
@@ -42,9 +54,10 @@ def activate(x, FUNCTION: tl.constexpr):
     elif FUNCTION == "gelu_tanh":
         out = 0.5 * x * (1.0 + _tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
     elif FUNCTION == "squared_relu":
-        out = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
+        positive = at_least(x, 0.0)
+        out = positive * positive
     else:
-        out = tl.maximum(x, 0.0)
+        out = at_least(x, 0.0)
     return out
 
 
@@ -208,12 +221,12 @@ def up_kernel(
     if GATED:
         gate, up = tl.split(tl.reshape(total, [ROWS, BLOCK_N // 2, 2]))
         if LIMIT is not None:
-            gate = tl.minimum(gate, LIMIT)
-            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+            gate = at_most(gate, LIMIT)
+            up = at_most(at_least(up, -LIMIT), LIMIT)
         out = activate(gate, FUNCTION) * (up + OFFSET)
     else:
         if LIMIT is not None:
-            total = tl.minimum(total, LIMIT)
+            total = at_most(total, LIMIT)
         out = activate(total, FUNCTION)
     out = out * weight[:, None]
     tl.store(

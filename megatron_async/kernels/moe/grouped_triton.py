@@ -17,7 +17,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_async.kernels.moe.experts_triton import activate, multiply, multiply_e4m3
+from megatron_async.kernels.moe.experts_triton import (
+    activate,
+    at_least,
+    at_most,
+    multiply,
+    multiply_e4m3,
+)
 from megatron_async.kernels.moe.mxfp4_triton import MISSING, mxfp4_factors, widen_mxfp4
 from megatron_async.kernels.pdl import pdl_enter
 
@@ -197,12 +203,12 @@ def grouped_up_kernel(
     if GATED:
         gate, up = tl.split(tl.reshape(total, [BLOCK_M, WIDTH, 2]))
         if LIMIT is not None:
-            gate = tl.minimum(gate, LIMIT)
-            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+            gate = at_most(gate, LIMIT)
+            up = at_most(at_least(up, -LIMIT), LIMIT)
         out = activate(gate, FUNCTION) * (up + OFFSET)
     else:
         if LIMIT is not None:
-            total = tl.minimum(total, LIMIT)
+            total = at_most(total, LIMIT)
         out = activate(total, FUNCTION)
     column = block * WIDTH + tl.arange(0, WIDTH)
     tl.store(
