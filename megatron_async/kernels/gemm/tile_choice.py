@@ -288,9 +288,10 @@ def _cost(config: TileConfig, n: int, rows: int, sm_count: int, resident: int) -
 
 def wide_tile_shapes(n: int, sm_count: int) -> Iterator[TileConfig]:
     """The same for more than :data:`MAX_ROWS` rows: of one warpgroup and of two."""
-    many = itertools.product(range(1, 17), (1, 2), (1, 2, 3, 4, 6, 8), (False, True), (False, True))
-    for tiles, groups, split_k, workspace, paired in many:
-        shape = TileConfig(tiles, groups, 1, split_k, 2, True, False, workspace, True, paired)
+    flags = [(False, True)] * 2
+    shapes = itertools.product(range(1, 17), (1, 2), (1,), (1, 2, 3, 4, 6, 8), *flags)
+    for *numbers, workspace, paired in shapes:
+        shape = TileConfig(*numbers, 2, True, False, workspace, True, paired)
         ctas = shape.ctas(n)
         if sm_count * 8 // 11 <= ctas <= max_ctas(sm_count):
             yield shape
