@@ -27,8 +27,5 @@ SENT_SUMS = False
 WIDE_ROWS = False
 """Decode steps of 65 to 128 rows, in skinny GEMMs of shapes that a table has for so many."""
 
-PAIRS = True
-"""Among these, tile configs whose CTAs are brought x two at a time; if not, none is tried."""
-
 REASON = "on trial: it has not run on a GPU yet"
 """Why a block of a model does not run in one of them."""

@@ -495,26 +495,6 @@ void tma_load(u32 into, const TensorMap& map, int a, int b, int c, int d, u32 ba
   load_tile(into, map.opaque, {a, b, c, d}, barrier);
 }
 
-void load_in_cluster(u32 into, const TensorMap& map, const std::vector<int>& at, u32 barrier,
-                     u16 blocks) {
-  const unsigned own = fiber->index.x % cluster->blocks.size();
-  for (unsigned rank = 0; rank < 16; rank++) {
-    const unsigned peer = rank == own ? 0 : (rank + 1) << 24;
-    if (blocks >> rank & 1) load_tile(into | peer, map.opaque, at, barrier | peer);
-  }
-}
-void tma_load_in_cluster(u32 into, const TensorMap& map, int a, int b, u32 barrier, u16 blocks) {
-  load_in_cluster(into, map, {a, b}, barrier, blocks);
-}
-void tma_load_in_cluster(u32 into, const TensorMap& map, int a, int b, int c, int d, u32 barrier,
-                         u16 blocks) {
-  load_in_cluster(into, map, {a, b, c, d}, barrier, blocks);
-}
-void expect_bytes_in_cluster(u32 barrier, u32 bytes) {
-  const bool is_own = (barrier >> 24) - 1 == fiber->index.x % cluster->blocks.size();
-  expect_bytes(is_own ? barrier & 0xffffff : barrier, bytes);
-}
-
 template <typename Number>
 void multiply_add(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, Number number) {
   struct Operands {

@@ -129,7 +129,6 @@ void __syncwarp();
 inline u32 add_one_in_order(u32* at) { return (*(u32*)emulator::checked(at))++; }
 inline u32 add_one(u32* at) { return add_one_in_order(at); }
 u32 add_one_in_block(u32 at);
-inline u32 add_one_in_cluster(u32 at) { return add_one_in_block(at); }
 template <typename T>
 T __shfl_xor_sync(unsigned, T v, int lanes) {
   return emulator::of_lane(emulator::show(v), threadIdx.x ^ lanes);
@@ -188,10 +187,6 @@ inline void send(u32 at, float4 v, u32 barrier) { emulator::send(at, &v, 16, bar
 inline void send(u32 at, float2 v, u32 barrier) { emulator::send(at, &v, 8, barrier); }
 void tma_load(u32 into, const TensorMap& map, int a, int b, u32 barrier);
 void tma_load(u32 into, const TensorMap& map, int a, int b, int c, int d, u32 barrier);
-void tma_load_in_cluster(u32 into, const TensorMap& map, int a, int b, u32 barrier, u16 blocks);
-void tma_load_in_cluster(u32 into, const TensorMap& map, int a, int b, int c, int d, u32 barrier,
-                         u16 blocks);
-void expect_bytes_in_cluster(u32 barrier, u32 bytes);
 inline void prefetch_tensor_map(const TensorMap&) {}
 
 inline u32 load_shared_pair(u32 at) { return *(u16*)emulator::shared_at(at, 2); }

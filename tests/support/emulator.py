@@ -61,8 +61,7 @@ FOLDER = "EMULATED_KERNELS"
 _SHARED = re.compile(r"extern __shared__ __align__\([^)]+\) char shared\[\];")
 _CLUSTER = {
     "embed": "1", "embed_share": "1", "sample": "C", "moe_row": "CTAS",
-    "skinny_gemm_wgmma": "CTAS_OF_CLUSTER", "peer_sum": "CTAS * RANKS",
-    "peer_best": "CTAS * RANKS", "mailbox": "1",
+    "peer_sum": "CTAS * RANKS", "peer_best": "CTAS * RANKS", "mailbox": "1",
 }  # fmt: skip
 """CTAs of a cluster, where that is not ``CLUSTER``; or that wait for each other."""
 _WRITTEN_BEFORE = {

@@ -196,8 +196,6 @@ class SkinnyGemm:
             resident = max(1, limit // (self.kernel.shared_bytes + 1024))
             by_threads = 2048 // self.kernel.threads
             ctas = min(ctas, sm_count * min(resident, by_threads, 2))
-        if config.paired:
-            ctas = ctas // 2 * 2 if config.persistent else -(-ctas // 2) * 2
         self._grid = (ctas, 1, 1)
         self._workspace: Tensor | None = None
         self._arrivals: Tensor | None = None
@@ -317,8 +315,6 @@ def defines(
     }  # fmt: skip
     if config.tma and config.warps_n > 1:
         macros |= {"RT": config.row_tiles * config.warps_n, "WARPGROUPS": config.warps_n}
-    if config.paired:
-        macros["PAIRED"] = 1
     if not config.tma:
         macros |= {
             "XR": rows, "WR": config.warps_n, "WK": config.warps_k,

@@ -7,9 +7,6 @@
 //   WARPGROUPS  of four warps each, 1 if it is not given: each has RT / WARPGROUPS tiles next to each
 //        other, and all rows of x. Of several the last one that is done with a stage fills it again, so
 //        that none waits for another. Only for more than 64 rows of x, whose sums take most registers
-//   PAIRED  1: two CTAs of a cluster, with tiles of W next to each other, are brought each stage of x at
-//        once, so that it is read from L2 half as often. Of all their warpgroups the last one that is done
-//        with a stage fills it again in both. Only for SPLIT_K 1; their number of tiles is even
 //   x, w, norm_weight, norm_bias   not read; without them ptxas is given another order of instructions
 //   w_map, x_map   W in tiles of RT * 16 rows (gated: eight rows of gate and eight of up in turn), x in
 //                  tiles of all its rows
@@ -23,11 +20,6 @@
 #ifndef WARPGROUPS
 #define WARPGROUPS 1
 #endif
-#ifndef PAIRED
-#define PAIRED 0
-#endif
-#define CTAS_OF_CLUSTER (PAIRED ? 2 : CLUSTER)
-#define PARTIES (WARPGROUPS * (PAIRED ? 2 : 1))  // that read what fills a stage
 #if WARPGROUPS > 1
 #define OWN_WEIGHTS weights + own_tiles
 #else
@@ -50,8 +42,8 @@
 #define RING_BYTES (ST * STAGE_BYTES)
 #define BEYOND ((WARP_TILES * 4 - GROUP_TILES) * 2048)  // what wgmma reads behind the last tile
 #define ARRIVED_AT (RING_BYTES + (BEYOND > X_STAGE ? BEYOND - X_STAGE : 0))  // the stages' barriers
-#define DONE_AT (ARRIVED_AT + ST * 8)  // of several parties: how often one was done with a stage
-#define MAINLOOP_BYTES (DONE_AT + (PARTIES > 1 ? ST * 8 : 0))
+#define DONE_AT (ARRIVED_AT + ST * 8)  // of several warpgroups: how often one was done with a stage
+#define MAINLOOP_BYTES (DONE_AT + (WARPGROUPS > 1 ? ST * 8 : 0))
 
 extern __shared__ __align__(1024) char shared[];
 
@@ -65,9 +57,8 @@ static_assert(MT <= 8 && WARPGROUPS == 1, "e4m3 weights are for up to 64 rows");
 
 static_assert(NORM != 2 && RT <= 16, "x goes into the product as it is");
 static_assert(RT % WARPGROUPS == 0, "warpgroups have as many tiles");
-static_assert(!PAIRED || SPLIT_K == 1, "a pair has the same columns of K");
 
-extern "C" __global__ void __cluster_dims__(CTAS_OF_CLUSTER, 1, 1) __launch_bounds__(THREADS)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS)
     skinny_gemm_wgmma(const u16* x, const char* w, const u16* bias, const u16* norm_weight,
                       const u16* norm_bias, const float2* stats_in, int stats_tiles, float eps,
                       const u16* residual, u16* out, const u16* next_weight, u16* scaled,
@@ -78,11 +69,7 @@ extern "C" __global__ void __cluster_dims__(CTAS_OF_CLUSTER, 1, 1) __launch_boun
   const int rank = SPLIT_K > 1 ? blockIdx.x % SPLIT_K : 0;
   const int cta_count = gridDim.x / SPLIT_K;
   int tile = blockIdx.x / SPLIT_K;
-#if PAIRED
-  const int row_blocks = (N + 32 * TILES - 1) / (32 * TILES) * 2;  // the last one may have no rows
-#else
   const int row_blocks = (N + 16 * TILES - 1) / (16 * TILES);
-#endif
   const int my_tiles = PERSISTENT ? (row_blocks - tile + cta_count - 1) / cta_count : 1;
   const int first_stage = K_STAGES * rank / SPLIT_K;
   const int count = K_STAGES * (rank + 1) / SPLIT_K - first_stage;
@@ -94,7 +81,7 @@ extern "C" __global__ void __cluster_dims__(CTAS_OF_CLUSTER, 1, 1) __launch_boun
 
   // --- weights, as far as the ring holds them, before anything is known of x ------------------
   const u32 arrived = base + ARRIVED_AT;
-#if PARTIES > 1
+#if WARPGROUPS > 1
   bool leads = threadIdx.x == 0;  // in the main loop: fills the stage
   if (leads)
     for (int s = 0; s < ST; s++) *(u32*)(shared + DONE_AT + s * 8) = 0;
@@ -108,11 +95,6 @@ extern "C" __global__ void __cluster_dims__(CTAS_OF_CLUSTER, 1, 1) __launch_boun
   }
   int ahead_tile = tile, ahead_k = 0, ahead_stage = 0, issued = 0;
   auto load_x = [&](int k, int stage) {
-#if PAIRED
-    tma_load_in_cluster(base + stage * STAGE_BYTES + WEIGHT_BYTES, x_map, (first_stage + k) * STAGE_K, 0,
-                        arrived + stage * 8, 3);
-    return;
-#endif
     tma_load(base + stage * STAGE_BYTES + WEIGHT_BYTES, x_map, (first_stage + k) * STAGE_K, 0,
              arrived + stage * 8);
 #if W8
@@ -124,24 +106,11 @@ extern "C" __global__ void __cluster_dims__(CTAS_OF_CLUSTER, 1, 1) __launch_boun
     if (leads) {
       const u32 into = base + ahead_stage * STAGE_BYTES, barrier = arrived + ahead_stage * 8;
       const int k = (first_stage + ahead_k) * STAGE_K;
-#if PAIRED
-      for (u32 cta = 0; cta < 2; cta++) {  // at first each its own
-        if (issued < ST && cta != blockIdx.x % 2) continue;
-        const int row_block = (ahead_tile & ~1) + cta;
-        expect_bytes_in_cluster(peer_address(barrier, cta), WEIGHT_BYTES + X_STAGE);
-#if GATED
-        tma_load_in_cluster(into, w_map, k, 0, 0, row_block * TILES, barrier, 1 << cta);
-#else
-        tma_load_in_cluster(into, w_map, k, row_block * TILES * 16, barrier, 1 << cta);
-#endif
-      }
-#else
       expect_bytes(barrier, WEIGHT_BYTES + X_STAGE);
 #if GATED
       tma_load(into, w_map, k, 0, 0, ahead_tile * TILES, barrier);
 #else
       tma_load(into, w_map, k, ahead_tile * TILES * 16, barrier);
-#endif
 #endif
       if (issued >= ST) load_x(ahead_k, ahead_stage);
     }
@@ -155,9 +124,6 @@ extern "C" __global__ void __cluster_dims__(CTAS_OF_CLUSTER, 1, 1) __launch_boun
   for (int s = 0; s < ST; s++)
     if (issued < total) load_weights();
   __syncthreads();  // the barriers are there
-#if PAIRED
-  arrive_in_cluster();
-#endif
 #include "skinny_gemm_prefetch.cuh"
 
   wait_for_predecessor();
@@ -168,12 +134,7 @@ extern "C" __global__ void __cluster_dims__(CTAS_OF_CLUSTER, 1, 1) __launch_boun
 #endif
 
   // --- x ---------------------------------------------------------------------------------------
-#if PAIRED
-  await_cluster();  // the peer's barriers are there, too
-  if (leads && blockIdx.x % 2 == 0)
-#else
   if (leads)
-#endif
     for (int s = 0; s < ST && s < total; s++) load_x(s % count, s);
 #include "skinny_gemm_input.cuh"
   load_residual();
@@ -236,14 +197,10 @@ extern "C" __global__ void __cluster_dims__(CTAS_OF_CLUSTER, 1, 1) __launch_boun
       for (int k = 0; k < 8; k++) keep(a[r][k]);
 #endif
     // WAR: the four warps' wgmmas end together, so nobody reads this stage any more.
-#if PARTIES > 1
+#if WARPGROUPS > 1
     // But other warpgroups: who is done last goes on.
-    const u32 done = base + DONE_AT + stage * 8;
-#if PAIRED
-    leads = threadIdx.x % 128 == 0 && add_one_in_cluster(peer_address(done, 0)) % PARTIES == PARTIES - 1;
-#else
-    leads = threadIdx.x % 128 == 0 && add_one_in_block(done) % PARTIES == PARTIES - 1;
-#endif
+    leads = threadIdx.x % 128 == 0 &&
+            add_one_in_block(base + DONE_AT + stage * 8) % WARPGROUPS == WARPGROUPS - 1;
 #endif
     if (issued < total) load_weights();
     if (++stage == ST) stage = 0, passed ^= 1;
@@ -255,12 +212,6 @@ extern "C" __global__ void __cluster_dims__(CTAS_OF_CLUSTER, 1, 1) __launch_boun
       tile += cta_count;
     }
   }
-#if PAIRED
-  // The peer's last sums may not be counted yet, in memory of this CTA.
-  __syncwarp();
-  arrive_in_cluster();
-  await_cluster();
-#endif
   if (PERSISTENT) return;
 
   if (SENDS) release_successor();  // who adds up would wait for words until here

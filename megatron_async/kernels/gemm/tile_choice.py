@@ -288,10 +288,10 @@ def _cost(config: TileConfig, n: int, rows: int, sm_count: int, resident: int) -
 
 def wide_tile_shapes(n: int, sm_count: int) -> Iterator[TileConfig]:
     """The same for more than :data:`MAX_ROWS` rows: of one warpgroup and of two."""
-    flags = [(False, True)] * 2
-    shapes = itertools.product(range(1, 17), (1, 2), (1,), (1, 2, 3, 4, 6, 8), *flags)
-    for *numbers, workspace, paired in shapes:
-        shape = TileConfig(*numbers, 2, True, False, workspace, True, paired)
+    for tiles, warpgroups, split_k, workspace in itertools.product(
+        range(1, 17), (1, 2), (1, 2, 3, 4, 6, 8), (False, True)
+    ):
+        shape = TileConfig(tiles, warpgroups, 1, split_k, 2, True, workspace=workspace, tma=True)
         ctas = shape.ctas(n)
         if sm_count * 8 // 11 <= ctas <= max_ctas(sm_count):
             yield shape
@@ -385,7 +385,6 @@ def neighbours(config: TileConfig) -> Iterator[TileConfig]:
     yield from (config._replace(warps_k=w) for w in (1, 2, 4, 8, 16))
     yield config._replace(stream_x=not config.stream_x)
     yield config._replace(workspace=not config.workspace)
-    yield config._replace(paired=not config.paired)
     tiles = config.row_tiles * config.warps_n
     if config.tma:
         if config.row_tiles % 2 == 0:

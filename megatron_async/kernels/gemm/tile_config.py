@@ -80,7 +80,6 @@ class TileConfig(NamedTuple):
         persistent: CTAs stay and go on to further rows of W.
         workspace: split-K partial sums go through global memory, not through a cluster.
         tma: TMA tiles and wgmma (Hopper only), not per-thread ``cp.async`` and mma.
-        paired: two CTAs are brought the same x at once (``wide_rows.py``).
     """
 
     row_tiles: int
@@ -92,7 +91,6 @@ class TileConfig(NamedTuple):
     persistent: bool = False
     workspace: bool = False
     tma: bool = False
-    paired: bool = False
 
     @property
     def kernel(self) -> str:
@@ -173,14 +171,15 @@ class TileConfig(NamedTuple):
             and stages >= self.split_k * self.warps_k
             and not (self.stream_x and (self.warps_k > 1 or norm == LAYER_NORM))
             and not (self.stream_x and self.persistent and stages % 2)
+            and not (self.tma and 0 < scale_columns < k)
             and (not scale_columns or takes_scales(k, scale_columns))
-            and not (self.tma and (0 < scale_columns < k or not self.stream_x))
+            and not (self.tma and not self.stream_x)
             and bool(self.tma or rows <= (MAX_ROWS if many else ANY_SHAPE_ROWS))
-            and (wgmma_takes(self, n, rows, scale_columns) if self.tma else not self.paired)
+            and (not self.tma or wgmma_takes(self, rows, scale_columns))
             and not (self.workspace and (self.warps_k > 1 or self.split_k == 1))
             and not (self.persistent and (split or epilogue == ADD))
             # Statistics and pairs of gate and up do not stop at the end of the weight.
-            and (epilogue not in (ADD, SILU_GATE) or n % (self.weight_rows << self.paired) == 0)
+            and (epilogue not in (ADD, SILU_GATE) or n % self.weight_rows == 0)
             and self.shared_bytes(k, rows, scale_columns, epilogue) <= limit
         )
 

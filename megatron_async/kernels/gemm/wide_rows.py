@@ -4,8 +4,7 @@ table has for so many rows.
 The sums of a tile of W take twice the registers, so a CTA has half as many tiles, or two warpgroups
 that divide them. All CTAs together read x once for each of their tiles of W, from L2: with 128 rows
 and tiles of 256 rows of W that is half of what the weights are. So the largest tiles are best, and
-K is split where there would be too few CTAs. Where it is not, two CTAs may be a pair, to both of
-which one copy brings x.
+K is split where there would be too few CTAs.
 """
 
 from __future__ import annotations
@@ -30,13 +29,11 @@ def most_rows() -> int:
     return WIDE_ROWS if trial.WIDE_ROWS else FEW_ROWS
 
 
-def wgmma_takes(config: TileConfig, n: int, rows: int, scale_columns: int) -> bool:
+def wgmma_takes(config: TileConfig, rows: int, scale_columns: int) -> bool:
     """Whether the wgmma kernel takes padded ``rows`` with the tiles of ``config``. Several
-    warpgroups and pairs are for many rows, and these are for bfloat16 weights."""
+    warpgroups are for many rows, and these are for bfloat16 weights."""
     if rows <= FEW_ROWS:
-        return config.warps_n == 1 and not config.paired
-    if config.paired and not (trial.PAIRS and config.split_k == 1 and n > config.weight_rows):
-        return False
+        return config.warps_n == 1
     sums = -(-config.row_tiles // 4) * rows // 2
     # Who comes last reads a sum's parts at once, next to its own.
     parts = config.split_k if config.workspace else 1

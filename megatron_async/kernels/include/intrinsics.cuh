@@ -118,12 +118,6 @@ __device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
-// To a barrier of a peer.
-__device__ __forceinline__ void expect_bytes_in_cluster(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier),
-               "r"(bytes)
-               : "memory");
-}
 __device__ __forceinline__ void await_bytes(u32 barrier, u32 parity) {
   asm volatile(
       "{\n.reg .pred done;\nagain:\n"
@@ -146,23 +140,6 @@ __device__ __forceinline__ void tma_load(u32 into, const TensorMap& map, int a, 
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
       "[%1, {%2, %3, %4, %5}], [%6];" ::"r"(into),
       "l"(&map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(barrier)
-      : "memory");
-}
-// The same into all blocks of a cluster whose bit is in `blocks`: to where it and its barrier lie in each.
-__device__ __forceinline__ void tma_load_in_cluster(u32 into, const TensorMap& map, int a, int b,
-                                                    u32 barrier, u16 blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(into),
-      "l"(&map), "r"(a), "r"(b), "r"(barrier), "h"(blocks)
-      : "memory");
-}
-__device__ __forceinline__ void tma_load_in_cluster(u32 into, const TensorMap& map, int a, int b, int c,
-                                                    int d, u32 barrier, u16 blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(into),
-      "l"(&map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(barrier), "h"(blocks)
       : "memory");
 }
 __device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
@@ -431,16 +408,6 @@ __device__ __forceinline__ u32 add_one_in_order(u32* at) {
 __device__ __forceinline__ u32 add_one_in_block(u32 at) {
   u32 before;
   asm volatile("atom.acq_rel.cta.shared.add.u32 %0, [%1], 1;" : "=r"(before) : "r"(at) : "memory");
-  return before;
-}
-
-// The same between the threads of a cluster.
-__device__ __forceinline__ u32 add_one_in_cluster(u32 at) {
-  u32 before;
-  asm volatile("atom.acq_rel.cluster.shared::cluster.add.u32 %0, [%1], 1;"
-               : "=r"(before)
-               : "r"(at)
-               : "memory");
   return before;
 }
 
