@@ -321,10 +321,6 @@ void wgmma(float* sums, int columns, const u32* a, u32 b) {
   fiber->products.push_back({sums, columns, 0, b, a});
 }
 void await_wgmma() {
-  const size_t number = fiber->thread.x / 128;
-  Barrier& group = fiber->block->warpgroups[number];
-  if (fiber->block->warpgroups.size() > 1)  // each of several takes its own time
-    for (size_t n = (group.generation + 1) * (number + 3) % 5; n; n--) events++, give_way();
   for (const auto& p : fiber->products) {
     const Registers* own = nullptr;
     if (p.own != nullptr) own = show(Registers{{p.own[0], p.own[1], p.own[2], p.own[3]}});
@@ -332,7 +328,7 @@ void await_wgmma() {
   }
   fiber->products.clear();
   // It is over for all four warps at once.
-  arrive_and_wait(group);
+  arrive_and_wait(fiber->block->warpgroups[fiber->thread.x / 128]);
 }
 
 }  // namespace emulator

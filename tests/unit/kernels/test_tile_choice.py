@@ -13,7 +13,6 @@ from megatron_async.kernels.gemm.tile_choice import (
     FALLBACK_ROWS,
     candidates,
     choose,
-    deepest,
     find,
     heuristic_config,
     known_configs,
@@ -24,7 +23,6 @@ from megatron_async.kernels.gemm.tile_config import (
     BUILT_IN,
     GELU_TANH,
     LAYER_NORM,
-    MAX_ROWS,
     NO_NORM,
     RMS_NORM,
     SHARED_BYTES,
@@ -94,8 +92,7 @@ def test_other_gpus_are_filled_too(sm_count: int) -> None:
 
 def test_the_built_in_table_is_in_the_format_that_tune_writes() -> None:
     assert format_table({"NVIDIA H200": list(measured().values())}) == BUILT_IN.read_text()
-    for entry in measured().values():
-        assert entry.source == "measured" or entry.problem.rows > MAX_ROWS
+    assert {entry.source for entry in measured().values()} == {"measured"}
 
 
 def test_entries_say_where_they_come_from() -> None:
@@ -287,66 +284,3 @@ def test_no_entry_stands_where_it_would_be_chosen_anyway(
     monkeypatch.delitem(measured(), entry.problem)
     without = choose.__wrapped__
     assert [without(n, k, rows, norm, epilogue, sm_count=SMS) for rows in users] != chosen
-
-
-WIDE_MODELS = ((4096, 14336, 6144, 4096, 128256), (1024, 3072, 4096, 2048, 151936))
-"""Hidden and MLP width, rows of the QKV weight, width of all heads, vocabulary: Llama-8B and
-Qwen3-0.6B."""
-
-
-def wide_gemms() -> list[tuple[int, int, int, int]]:
-    return [
-        gemm
-        for hidden, ffn, qkv, heads, vocabulary in WIDE_MODELS
-        for gemm in (
-            (qkv, hidden, RMS_NORM, STORE), (hidden, heads, NO_NORM, ADD),
-            (2 * ffn, hidden, RMS_NORM, SILU_GATE), (hidden, ffn, NO_NORM, ADD),
-            (vocabulary, hidden, RMS_NORM, STORE),
-        )
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("rows", [96, 128])
-def test_more_than_64_rows_take_what_a_table_has_alone(rows: int) -> None:
-    assert padded(65) == padded(96) == 96 and padded(97) == padded(128) == 128
-    for (n, k), norm in itertools.product(((28672, 4096), (19456, 2560)), (RMS_NORM, LAYER_NORM)):
-        found = find(GemmProblem(rows, n, k, norm, SILU_GATE), sm_count=SMS)
-        if norm == RMS_NORM and n == 28672:
-            assert found is not None and found.problem.rows == 128 and found.config.tma
-        else:
-            assert found is None
-    e4m3 = GemmProblem(rows, 28672, 4096, RMS_NORM, SILU_GATE, 4096)
-    assert find(e4m3, sm_count=SMS) is None
-    assert find(e4m3._replace(rows=64), sm_count=SMS) is not None
-
-
-def test_two_warpgroups_and_their_sums() -> None:
-    two = TileConfig(8, 2, 1, 1, 2, True, tma=True)
-    shape = (4096, 4096)
-    for rows, fits in ((64, False), (96, True), (128, True)):
-        assert two.fits(*shape, rows, RMS_NORM, STORE) == fits
-        many = two._replace(row_tiles=9, warps_n=1)
-        assert many.fits(*shape, rows, RMS_NORM, STORE) == (rows == 64), "its sums fill registers"
-    assert not two.fits(*shape, 128, RMS_NORM, STORE, scale_columns=4096)
-    assert not two._replace(warps_n=3, row_tiles=4).fits(*shape, 128, RMS_NORM, STORE)
-    eight = two._replace(split_k=8, workspace=True)
-    assert not eight.fits(*shape, 128, NO_NORM, ADD), "parts of eight take registers, too"
-    assert eight._replace(row_tiles=4).fits(*shape, 128, NO_NORM, ADD)
-
-
-@emulated
-def test_wide_tiles_take_the_shared_memory_that_is_said() -> None:
-    """At least: of all that a search can try."""
-    macros, bounds = [], []
-    for (n, k, norm, epilogue), rows in itertools.product(wide_gemms(), (96, 128)):
-        problem = GemmProblem(rows, n, k, norm, epilogue)
-        found = deepest(problem, tma=True, sm_count=SMS)
-        assert len(found) > 10
-        assert {config.warps_n for config in found} == {1, 2}
-        for config in found:
-            each = defines(n, k, rows, norm, epilogue, RMS_NORM, config, SMS)
-            macros.append({"WARPGROUPS": 1, **each, "MIN_SHARED": 0})
-            bounds.append(config.shared_bytes(k, rows, epilogue=epilogue))
-    taken = emulator.shared_bytes("skinny_gemm_wgmma", macros)
-    for bound, used in zip(bounds, taken, strict=True):
-        assert used <= bound <= SHARED_BYTES and bound - used <= 4096

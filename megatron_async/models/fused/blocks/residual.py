@@ -61,7 +61,7 @@ class Workspace:
             self._statistics = [torch.empty(count, device=device) for _ in (LAYER, HALF)]
 
     def buffer(self, role: str, width: int) -> Tensor:
-        """bfloat16 ``[most rows, width]``, the same for all blocks that ask for it."""
+        """bfloat16 ``[rows, width]``, of as many as there may be, the same for all blocks that ask for it."""
         key = role, width
         if key not in self._buffers:
             with torch.inference_mode(False):  # for all blocks: others write to it too
