@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from megatron_async.cli.options.values import integer, several
 from megatron_async.cli.output.table import format_table
 from megatron_async.errors import ConfigError
-from megatron_async.kernels import trial
 from megatron_async.kernels.gemm.tile_config import (
     ADD,
     ANY_SHAPE_ROWS,
@@ -25,7 +24,6 @@ from megatron_async.kernels.gemm.tile_config import (
     padded,
     save_tuned,
 )
-from megatron_async.kernels.gemm.wide_rows import WIDE_ROWS
 from megatron_async.models.description.shapes import SHAPES
 
 if TYPE_CHECKING:
@@ -67,12 +65,12 @@ def add_command(commands: Any) -> None:
 
     main = parser.add_argument_group("measurement")
     sizes = f"of decode steps, at most {ANY_SHAPE_ROWS}; each is for those above half of it too"
-    option(main, "--batch-sizes", several(integer(1, WIDE_ROWS)), list(_BATCH_SIZES), "B,...", sizes)
+    option(main, "--batch-sizes", several(integer(1, MAX_ROWS)), list(_BATCH_SIZES), "B,...", sizes)
     option(main, "--context", integer(1, 32768), 384, "N", "tokens in the cache of each row")
     counts = "configs of each GEMM that are tried, and half as many of the other kernel"
     option(main, "--count", integer(1), 24, "N", counts)
     more = parser.add_argument_group("search for the built-in table")
-    dry = f"print the best as lines of the table and keep nothing; batches up to {WIDE_ROWS}"
+    dry = f"print the best as lines of the table and keep nothing; batches up to {MAX_ROWS}"
     more.add_argument("--dry-run", action="store_true", help=dry)
     long = "a dry run of minutes for each batch size: constants of the kernels, configs at random, "
     long += "then the neighbours of the best"
@@ -106,10 +104,6 @@ def run(args: argparse.Namespace) -> int:
     if max(args.batch_sizes) > most and keeps:
         limits = f"between 1 and {most}; more only with --dry-run"
         raise ConfigError(f"--batch-sizes must be {limits}")
-    if max(args.batch_sizes) > MAX_ROWS:
-        if args.quantization:
-            raise ConfigError(f"--batch-sizes of e4m3 weights must be between 1 and {MAX_ROWS}")
-        trial.WIDE_ROWS = True  # they are measured before any engine takes them
     if not set(args.gemms) <= set(_PRODUCTS):
         raise ConfigError(f"--gemms must be some of {','.join(_PRODUCTS)}")
     device = resolve_device(args.device)

@@ -24,8 +24,5 @@ GUESSES = True
 SENT_SUMS = False
 """GEMMs send their partial sums to the other ranks, in place of the kernel that adds these up."""
 
-WIDE_ROWS = False
-"""Decode steps of 65 to 128 rows, in skinny GEMMs of shapes that a table has for so many."""
-
 REASON = "on trial: it has not run on a GPU yet"
 """Why a block of a model does not run in one of them."""

@@ -192,11 +192,10 @@ class GPTNetwork(Network):
         self._rows |= set(rows)
         covered = self._fused.covered(sorted(self._rows), context)
         self._found_coverage = replace(covered, drafting=self._coverage.drafting)
-        most = self._fused.most_rows(context)
         if min(rows) <= MAX_ROWS:
             self._coverage.log()
-        if max(rows) > most:
-            _log_many_rows(most)
+        if max(rows) > MAX_ROWS:
+            _log_many_rows(MAX_ROWS)
 
     def _prepare_drafts(self, fused: FusedMtp, tokens: list[int], context: Any) -> None:
         window = 1 + context.num_speculative_tokens

@@ -363,8 +363,6 @@ u32 __ballot_sync(unsigned, bool v) {
   return bits;
 }
 
-u32 add_one_in_block(u32 at) { return (*(u32*)shared_at(at, 4))++; }
-
 void publish_to_peer(u64* at, u64 a, u64 b) {
   checked((const void*)at, 16);
   sent_to_peers.emplace_back(at, a), sent_to_peers.emplace_back(at + 1, b);

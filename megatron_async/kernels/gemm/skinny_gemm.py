@@ -268,7 +268,7 @@ class SkinnyGemm:
         wanted = torch.float8_e4m3fn if self._scale_columns else torch.bfloat16
         if weight.dtype != wanted:
             raise TypeError(f"{self._config.kernel}: w must be {wanted}, not {weight.dtype}")
-        key, tiles = weight.data_ptr(), self._config.weight_rows // 16
+        key, tiles = weight.data_ptr(), self._config.row_tiles
         row, columns = self._k * weight.element_size(), stage_columns(self._scale_columns)
         if key not in self._weight_maps:
             sizes, strides, tile = [self._k, self._n], [row], [columns, 16 * tiles]
@@ -313,8 +313,6 @@ def defines(
         "WORKSPACE": int(config.workspace), "OWN": config.owned(rows),
         "MIN_SHARED": min(ALONE_BYTES, limit - STATIC_BYTES) if alone else 0,
     }  # fmt: skip
-    if config.tma and config.warps_n > 1:
-        macros |= {"RT": config.row_tiles * config.warps_n, "WARPGROUPS": config.warps_n}
     if not config.tma:
         macros |= {
             "XR": rows, "WR": config.warps_n, "WK": config.warps_k,

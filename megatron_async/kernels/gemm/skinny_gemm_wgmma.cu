@@ -4,9 +4,6 @@
 // together.
 //
 //   RT   16-row tiles of W in a CTA, MT groups of eight rows of x, ST stages of the ring
-//   WARPGROUPS  of four warps each, 1 if it is not given: each has RT / WARPGROUPS tiles next to each
-//        other, and all rows of x. Of several the last one that is done with a stage fills it again, so
-//        that none waits for another. Only for more than 64 rows of x, whose sums take most registers
 //   x, w, norm_weight, norm_bias   not read; without them ptxas is given another order of instructions
 //   w_map, x_map   W in tiles of RT * 16 rows (gated: eight rows of gate and eight of up in turn), x in
 //                  tiles of all its rows
@@ -17,19 +14,10 @@
 // Of W8, with a scale for each row, a stage has 128 columns, as many bytes of W, and two TMA tiles of x.
 // W goes through registers (skinny_gemm_wgmma_fp8.cuh).
 
-#ifndef WARPGROUPS
-#define WARPGROUPS 1
-#endif
-#if WARPGROUPS > 1
-#define OWN_WEIGHTS weights + own_tiles
-#else
-#define OWN_WEIGHTS weights
-#endif
-#define WARPS (4 * WARPGROUPS)
+#define WARPS 4
 #define WK 1
 #define TILES RT
-#define GROUP_TILES (RT / WARPGROUPS)
-#define WARP_TILES ((GROUP_TILES + 3) / 4)
+#define WARP_TILES ((RT + 3) / 4)
 #define INTERLEAVED 1
 #define LATE_RESIDUAL 0
 #if W8
@@ -40,10 +28,9 @@
 #endif
 #define STAGE_BYTES (WEIGHT_BYTES + X_STAGE)
 #define RING_BYTES (ST * STAGE_BYTES)
-#define BEYOND ((WARP_TILES * 4 - GROUP_TILES) * 2048)  // what wgmma reads behind the last tile
+#define BEYOND ((WARP_TILES * 4 - RT) * 2048)  // what wgmma reads behind the last tile
 #define ARRIVED_AT (RING_BYTES + (BEYOND > X_STAGE ? BEYOND - X_STAGE : 0))  // the stages' barriers
-#define DONE_AT (ARRIVED_AT + ST * 8)  // of several warpgroups: how often one was done with a stage
-#define MAINLOOP_BYTES (DONE_AT + (WARPGROUPS > 1 ? ST * 8 : 0))
+#define MAINLOOP_BYTES (ARRIVED_AT + ST * 8)
 
 extern __shared__ __align__(1024) char shared[];
 
@@ -52,11 +39,9 @@ extern __shared__ __align__(1024) char shared[];
 #include "e4m3.cuh"
 
 static_assert(SCALES_ROWS, "a scale for each row");
-static_assert(MT <= 8 && WARPGROUPS == 1, "e4m3 weights are for up to 64 rows");
 #endif
 
 static_assert(NORM != 2 && RT <= 16, "x goes into the product as it is");
-static_assert(RT % WARPGROUPS == 0, "warpgroups have as many tiles");
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS)
     skinny_gemm_wgmma(const u16* x, const char* w, const u16* bias, const u16* norm_weight,
@@ -81,13 +66,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
   // --- weights, as far as the ring holds them, before anything is known of x ------------------
   const u32 arrived = base + ARRIVED_AT;
-#if WARPGROUPS > 1
-  bool leads = threadIdx.x == 0;  // in the main loop: fills the stage
-  if (leads)
-    for (int s = 0; s < ST; s++) *(u32*)(shared + DONE_AT + s * 8) = 0;
-#else
   const bool leads = threadIdx.x == 0;
-#endif
   if (leads) {
     prefetch_tensor_map(w_map), prefetch_tensor_map(x_map);
     for (int s = 0; s < ST; s++) init_barrier(arrived + s * 8);
@@ -165,10 +144,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
 #include "skinny_gemm_finish.cuh"
 
-#if WARPGROUPS > 1
-  // The same in all lanes: descriptors are made of it.
-  const u32 own_tiles = __shfl_sync(~0u, threadIdx.x / 128, 0) * (GROUP_TILES * 2048);
-#endif
   int k_done = 0;
   int stage = 0;
   u32 passed = 0;  // rounds of the ring, by parity
@@ -184,7 +159,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     for (int k = 0; k < 4; k++)
 #pragma unroll
       for (int r = 0; r < WARP_TILES; r++)
-        wgmma<MT * 8>(sums[r], OWN_WEIGHTS + r * 64 * 128 + k * 32,
+        wgmma<MT * 8>(sums[r], weights + r * 64 * 128 + k * 32,
                       weights + WEIGHT_BYTES + k * 32);
     end_wgmma();
 #endif
@@ -197,11 +172,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       for (int k = 0; k < 8; k++) keep(a[r][k]);
 #endif
     // WAR: the four warps' wgmmas end together, so nobody reads this stage any more.
-#if WARPGROUPS > 1
-    // But other warpgroups: who is done last goes on.
-    leads = threadIdx.x % 128 == 0 &&
-            add_one_in_block(base + DONE_AT + stage * 8) % WARPGROUPS == WARPGROUPS - 1;
-#endif
     if (issued < total) load_weights();
     if (++stage == ST) stage = 0, passed ^= 1;
     k_done++;

@@ -19,7 +19,6 @@ from megatron_async.kernels.gemm.tile_config import (
     ADD,
     ANY_SHAPE_ROWS,
     HEURISTIC,
-    MAX_ROWS,
     SHARED_BYTES,
     Entry,
     GemmProblem,
@@ -31,7 +30,7 @@ from megatron_async.kernels.gemm.tile_config import (
 
 FALLBACK_ROWS = {
     1: (1, 32), 2: (1, 8, 32), 4: (4, 8, 1, 32), 8: (8, 1, 32), 16: (16, 32, 1), 32: (32, 1),
-    48: (48, 64), 64: (64,), 96: (96, 128), 128: (128,),
+    48: (48, 64), 64: (64,),
 }  # fmt: skip
 """Whose measurements a number of rows goes by, in order."""
 
@@ -57,7 +56,7 @@ def find(
             continue
         if entry.config.fits(n, k, rows, norm, epilogue, limit, scale_columns):
             return entry
-    if rows > (MAX_ROWS if scale_columns else ANY_SHAPE_ROWS):
+    if rows > ANY_SHAPE_ROWS and not scale_columns:
         return None
     config = heuristic_config(
         n, k, rows, norm, epilogue, tma, sm_count=sm_count, limit=limit, scale_columns=scale_columns
@@ -286,23 +285,9 @@ def _cost(config: TileConfig, n: int, rows: int, sm_count: int, resident: int) -
     return waves * traffic * latency * parallel * (1 + 0.03 * (config.split_k - 1))
 
 
-def wide_tile_shapes(n: int, sm_count: int) -> Iterator[TileConfig]:
-    """The same for more than :data:`MAX_ROWS` rows: of one warpgroup and of two."""
-    for tiles, warpgroups, split_k, workspace in itertools.product(
-        range(1, 17), (1, 2), (1, 2, 3, 4, 6, 8), (False, True)
-    ):
-        shape = TileConfig(tiles, warpgroups, 1, split_k, 2, True, workspace=workspace, tma=True)
-        ctas = shape.ctas(n)
-        if sm_count * 8 // 11 <= ctas <= max_ctas(sm_count):
-            yield shape
-        if ctas > 2 * sm_count:
-            yield shape._replace(persistent=True)
-
-
-def tma_configs(n: int, sm_count: int, rows: int) -> Iterator[TileConfig]:
-    """wgmma configs for padded ``rows``, with all numbers of stages."""
-    shapes = tma_tile_shapes if rows <= MAX_ROWS else wide_tile_shapes
-    for shape, stages in itertools.product(shapes(n, sm_count), range(2, 11)):
+def tma_configs(n: int, sm_count: int) -> Iterator[TileConfig]:
+    """wgmma configs, with all numbers of stages."""
+    for shape, stages in itertools.product(tma_tile_shapes(n, sm_count), range(2, 11)):
         yield shape._replace(stages=stages)
 
 
@@ -317,8 +302,7 @@ def spread(
     )
     found = [list(by_mma), []]
     if tma:
-        by_tma = tma_configs(n, sm_count, rows)
-        found[1] = [each for each in by_tma if each.can_serve(problem, limit)]
+        found[1] = [each for each in tma_configs(n, sm_count) if each.can_serve(problem, limit)]
     for some in found:
         random.Random(0).shuffle(some)
     return [config for some in found for config in some[:count]]
@@ -335,7 +319,7 @@ def deepest(
     found: dict[TileConfig, None] = {}
     for share in (limit, limit // 2):
         by_shape = {}
-        for config in tma_configs(problem.n, sm_count, problem.rows) if tma else ():
+        for config in tma_configs(problem.n, sm_count) if tma else ():
             if config.can_serve(problem, share):
                 by_shape[config._replace(stages=0)] = config  # the most stages come last
         found.update(dict.fromkeys(by_shape.values()))
@@ -387,8 +371,6 @@ def neighbours(config: TileConfig) -> Iterator[TileConfig]:
     yield config._replace(workspace=not config.workspace)
     tiles = config.row_tiles * config.warps_n
     if config.tma:
-        if config.row_tiles % 2 == 0:
-            yield config._replace(row_tiles=config.row_tiles // 2, warps_n=2 * config.warps_n)
         yield config._replace(row_tiles=1, warps_n=config.row_tiles, tma=False)
     else:
         yield config._replace(row_tiles=tiles, warps_n=1, warps_k=1, stream_x=True, tma=True)

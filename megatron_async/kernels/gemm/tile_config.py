@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from megatron_async.errors import ConfigError
 from megatron_async.kernels.disk_cache import cache_directory, keep
-from megatron_async.kernels.gemm.wide_rows import FEW_ROWS, wgmma_takes
 from megatron_async.kernels.shared_memory import HOPPER_BYTES
 
 logger = logging.getLogger(__name__)
@@ -28,7 +27,7 @@ STORE, ADD, SILU_GATE, GELU_TANH, GELU, SQUARED_RELU = range(6)
 NORMS = ("none", "rms_norm", "layer_norm")
 NO_NORM, RMS_NORM, LAYER_NORM = range(3)
 
-MAX_ROWS = FEW_ROWS
+MAX_ROWS = 64
 ANY_SHAPE_ROWS = 32
 """With bfloat16 weights more rows go to the wgmma kernel alone, of shapes that were measured."""
 SHARED_BYTES = HOPPER_BYTES
@@ -44,8 +43,7 @@ SCALE_COLUMNS = (32, 64, 128)
 BUILT_IN = Path(__file__).with_name("tile_configs.json")
 USER_FILE = "tile_configs.json"
 FORMER_USER_FILE = "tilings.json"
-SOURCES = ("measured", "tuned", "heuristic", "provisional")  # the last one: nobody measured yet
-MEASURED, TUNED, HEURISTIC, PROVISIONAL = SOURCES
+MEASURED, TUNED, HEURISTIC = SOURCES = ("measured", "tuned", "heuristic")
 
 
 class GemmProblem(NamedTuple):
@@ -72,8 +70,8 @@ class TileConfig(NamedTuple):
     ``skinny_gemm_mma.cu``.
 
     Args:
-        row_tiles: 16-row tiles of W in a warp; with ``tma`` in a warpgroup.
-        warps_n, warps_k: of a CTA; with ``tma`` warpgroups.
+        row_tiles: 16-row tiles of W in a warp.
+        warps_n, warps_k: of a CTA.
         split_k: CTAs that share K.
         stages: of the ring of weights.
         stream_x: x passes through buffers, rather than lie in shared memory as a whole.
@@ -125,17 +123,14 @@ class TileConfig(NamedTuple):
             own += 1
         return own
 
-    def shared_bytes(
-        self, k: int, rows: int, scale_columns: int = 0, epilogue: int | None = None
-    ) -> int:
+    def shared_bytes(self, k: int, rows: int, scale_columns: int = 0) -> int:
         """About what a CTA takes: the ring of W and x, received partial sums, and a reserve."""
         stage_k = stage_columns(scale_columns)
         in_cluster = self.split_k > 1 and not self.workspace
         sent = self.owned(rows) * self.split_k * self.warps_k * 512 if in_cluster else 0
         if self.tma:
-            stage = 2048 * self.row_tiles * self.warps_n + row_groups(rows) * 16 * stage_k
-            tight = 2048 + (64 * self.owned(rows) if epilogue == ADD else 0)
-            return self.stages * stage + (16384 if rows <= MAX_ROWS else tight) + sent
+            stage = 2048 * self.row_tiles + row_groups(rows) * 16 * stage_k
+            return self.stages * stage + 16384 + sent
         stage = 2048 * self.row_tiles
         if 0 < scale_columns < k:
             stage += -(-64 * self.row_tiles * (stage_k // scale_columns) // 128) * 128
@@ -175,12 +170,12 @@ class TileConfig(NamedTuple):
             and (not scale_columns or takes_scales(k, scale_columns))
             and not (self.tma and not self.stream_x)
             and bool(self.tma or rows <= (MAX_ROWS if many else ANY_SHAPE_ROWS))
-            and (not self.tma or wgmma_takes(self, rows, scale_columns))
+            and not (self.tma and self.warps_n > 1)
             and not (self.workspace and (self.warps_k > 1 or self.split_k == 1))
             and not (self.persistent and (split or epilogue == ADD))
             # Statistics and pairs of gate and up do not stop at the end of the weight.
             and (epilogue not in (ADD, SILU_GATE) or n % self.weight_rows == 0)
-            and self.shared_bytes(k, rows, scale_columns, epilogue) <= limit
+            and self.shared_bytes(k, rows, scale_columns) <= limit
         )
 
     def can_serve(self, problem: GemmProblem, limit: int = SHARED_BYTES) -> bool:
@@ -234,6 +229,8 @@ class Entry(NamedTuple):
             raise ValueError(f"{config} of {problem}: positive integers are expected")
         if type(problem.scale_columns) is not int:
             raise ValueError(f"{problem}: scale_columns is no integer")
+        if problem.rows > MAX_ROWS:
+            raise ValueError(f"{problem}: more than {MAX_ROWS} rows")
         if any(type(value) is not bool for value in flags):
             raise ValueError(f"{config} of {problem}: true or false is expected")
         if not config.can_serve(problem):
@@ -365,8 +362,7 @@ def save_tuned(gpu: str, found: Iterable[Entry]) -> Path:
         tables = {}
     merged, _ = parse_entries(tables.get(gpu, []))
     merged.update((entry.problem, entry) for entry in found)
-    order = sorted(merged, key=lambda problem: [-1 if each is None else each for each in problem])
-    tables[gpu] = [merged[problem] for problem in order]
+    tables[gpu] = [merged[problem] for problem in sorted(merged, key=_order)]
     try:
         keep(path, format_table(tables).encode())
     except OSError as error:
@@ -377,11 +373,14 @@ def save_tuned(gpu: str, found: Iterable[Entry]) -> Path:
     return path
 
 
+def _order(problem: GemmProblem) -> tuple[int, ...]:
+    return tuple(-1 if value is None else value for value in problem)
+
+
 def padded(rows: int) -> int:
-    """The number of rows of x that a kernel for ``rows`` rows is compiled for: a power of two, 48
-    or 96."""
-    power = 1 << (rows - 1).bit_length()
-    return power * 3 // 4 if 32 < rows <= power * 3 // 4 <= 96 else power
+    """The number of rows of x that a kernel for ``rows`` rows is compiled for: a power of two, and
+    48."""
+    return 48 if 32 < rows <= 48 else 1 << (rows - 1).bit_length()
 
 
 def stage_columns(scale_columns: int) -> int:

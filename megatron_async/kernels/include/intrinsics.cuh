@@ -263,10 +263,6 @@ __device__ __forceinline__ unsigned long long descriptor(u32 at) {
 #define REGISTERS_16 REGISTERS_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define REGISTERS_24 REGISTERS_16 ",%16,%17,%18,%19,%20,%21,%22,%23"
 #define REGISTERS_32 REGISTERS_24 ",%24,%25,%26,%27,%28,%29,%30,%31"
-#define REGISTERS_48 REGISTERS_32 ",%32,%33,%34,%35,%36,%37,%38,%39" \
-  ",%40,%41,%42,%43,%44,%45,%46,%47"
-#define REGISTERS_64 REGISTERS_48 ",%48,%49,%50,%51,%52,%53,%54,%55" \
-  ",%56,%57,%58,%59,%60,%61,%62,%63"
 #define SUMS_4 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
 #define SUMS_8 \
   SUMS_4, "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
@@ -279,16 +275,6 @@ __device__ __forceinline__ unsigned long long descriptor(u32 at) {
 #define SUMS_32 \
   SUMS_24, "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), \
   "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-#define SUMS_48 \
-  SUMS_32, "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), \
-  "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), \
-  "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), \
-  "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
-#define SUMS_64 \
-  SUMS_48, "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), \
-  "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
-  "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), \
-  "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
 #define WGMMA(COLUMNS, REGISTERS, A, B, SUMS)                                  \
   asm volatile(                                                               \
       "{\n.reg .pred add;\nsetp.eq.u32 add, 0, 0;\n"                          \
@@ -308,10 +294,6 @@ __device__ __forceinline__ void wgmma(float (&d)[COLUMNS / 2], u32 a_at, u32 b_a
     WGMMA(32, REGISTERS_16, 16, 17, SUMS_16);
   } else if constexpr (COLUMNS == 48) {
     WGMMA(48, REGISTERS_24, 24, 25, SUMS_24);
-  } else if constexpr (COLUMNS == 96) {
-    WGMMA(96, REGISTERS_48, 48, 49, SUMS_48);
-  } else if constexpr (COLUMNS == 128) {
-    WGMMA(128, REGISTERS_64, 64, 65, SUMS_64);
   } else {
     static_assert(COLUMNS == 64, "columns");
     WGMMA(64, REGISTERS_32, 32, 33, SUMS_32);
@@ -401,13 +383,6 @@ __device__ __forceinline__ void await_sent(u32 barrier, u32 parity) {
 __device__ __forceinline__ u32 add_one_in_order(u32* at) {
   u32 before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(at) : "memory");
-  return before;
-}
-
-// The same of a word in shared memory, between the threads of a block.
-__device__ __forceinline__ u32 add_one_in_block(u32 at) {
-  u32 before;
-  asm volatile("atom.acq_rel.cta.shared.add.u32 %0, [%1], 1;" : "=r"(before) : "r"(at) : "memory");
   return before;
 }
 

@@ -22,7 +22,7 @@
 //
 // A kernel defines, before it includes this file: WARPS, WARP_TILES (16-row tiles of W that a warp
 // accumulates), TILES (of a CTA), INTERLEAVED (1: a warp's tiles are WARPS apart, and those of some lie
-// behind the CTA's), WARPGROUPS and GROUP_TILES (of several that divide the tiles), WK (warps that share K), RING_BYTES, MAINLOOP_BYTES (shared memory of its main
+// behind the CTA's), WK (warps that share K), RING_BYTES, MAINLOOP_BYTES (shared memory of its main
 // loop), LATE_RESIDUAL (1: the residual is read only after the workspace reduction) and `shared`.
 //
 // Its body includes, in this order, skinny_gemm_{begin,prefetch,input,finish,finish_tile,reduce}.cuh,

@@ -2,13 +2,8 @@
   // Uses warp, wr, rank, base and `shared`; declares warp_tile, is_in_cta and scale.
 
   // Which of the CTA's tiles a warp's tile r is, and whether it is one.
-#if WARPGROUPS > 1
-  auto warp_tile = [&](int r) { return warp / 4 * GROUP_TILES + r * 4 + warp % 4; };
-  auto is_in_cta = [&](int r) { return r * 4 + warp % 4 < GROUP_TILES; };
-#else
   auto warp_tile = [&](int r) { return INTERLEAVED ? r * WARPS + warp : wr * RT + r; };
   auto is_in_cta = [&](int r) { return !INTERLEAVED || warp_tile(r) < RT; };
-#endif
   float2* scale = (float2*)(shared + SCALE_AT);  // mean and 1 / deviation of each row of x
 
   if (CLUSTER > 1) {

@@ -26,7 +26,6 @@ from megatron_async.kernels.gemm.tile_config import (
     TileConfig,
     padded,
 )
-from megatron_async.kernels.gemm.wide_rows import WIDE_ROWS, most_rows
 from megatron_async.kernels.ranks.peer_sum import PeerWords
 from megatron_async.models.fused import coverage
 from megatron_async.models.fused.ahead import Refused, compile_ahead
@@ -89,17 +88,11 @@ class Place:
         """Why the modules run for padded ``rows``; None if the kernels do."""
         if self.fused is None:
             return self.blocks[0].reason
-        if self._is_beyond(rows):
-            return f"more than {MAX_ROWS} rows"
         return self.refused.get(rows) or self.fused.why_not(rows, context)
-
-    def _is_beyond(self, rows: int) -> bool:
-        """Whether a block with other kernels than GEMMs does not take so many rows."""
-        return rows > MAX_ROWS and isinstance(self.fused, MoeBlock | MambaBlock)
 
     def work(self, rows: int, context: Any, reader: Norm | None) -> Iterator[Work]:
         """What is compiled for ``rows`` tokens."""
-        if self.fused is None or padded(rows) in self.refused or self._is_beyond(rows):
+        if self.fused is None or padded(rows) in self.refused:
             return iter(())
         return self.fused.work(rows, context, reader)
 
@@ -262,11 +255,10 @@ class FusedDecoder:
 
     def covered(self, rows: list[int], context: Any) -> DecodeCoverage:
         """Which blocks are fused in steps of ``rows`` rows in such a context. Steps of more rows
-        than :meth:`most_rows` have none, and are left aside where there are others."""
-        most = self.most_rows(context)
-        sizes = tuple(sorted({padded(r) for r in rows if 0 < r <= most}))
+        than :data:`MAX_ROWS` have none, and are left aside where there are others."""
+        sizes = tuple(sorted({padded(r) for r in rows if 0 < r <= MAX_ROWS}))
         if not sizes:
-            many = f"more than {most} rows"
+            many = f"more than {MAX_ROWS} rows"
             return DecodeCoverage(tuple(b._replace(reason=many) for b in self.coverage.blocks))
         blocks: list[Block] = []
         for place in self._places:
@@ -286,18 +278,10 @@ class FusedDecoder:
         """
         return self.covered([min(r, ANY_SHAPE_ROWS) for r in rows], context).off
 
-    def most_rows(self, context: Any) -> int:
-        """Rows of the largest steps in such a context that may have fused blocks: more than
-        :data:`MAX_ROWS` where a layer's GEMMs have tile configs for them."""
-        for rows in (WIDE_ROWS, padded(MAX_ROWS + 1)):
-            if rows <= most_rows() and self._plan(rows, context) is not None:
-                return rows
-        return MAX_ROWS
-
     def takes(self, out: Tensor, context: Any) -> bool:
         """Whether :meth:`forward` may be called."""
         rows = out.shape[0]
-        if not 0 < rows <= most_rows() or context.batch_invariant:
+        if not 0 < rows <= MAX_ROWS or context.batch_invariant:
             return False
         if out.dtype != torch.bfloat16 or out.shape[1] != self._vocab_size:
             return False

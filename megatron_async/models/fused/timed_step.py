@@ -38,15 +38,13 @@ Configs = dict[str, TileConfig]
 
 class FusedStep:
     """The kernels of a step: the decoder's, and in a model with MTP layers the projection of the
-    first one, whose other GEMMs have shapes of the decoder's; MTP layers take up to
-    :data:`MAX_ROWS` rows."""
+    first one, whose other GEMMs have shapes of the decoder's."""
 
-    def __init__(self, model: Any, configs: Configs, rows: int = MAX_ROWS) -> None:
+    def __init__(self, model: Any, configs: Configs) -> None:
         self.decoder = FusedDecoder(model, tilings=configs)
         self.off, self.takes = self.decoder.off, self.decoder.takes
         self._mtp: FusedMtp | None = None
-        projections = [b for b in mtp_blocks(model) if b.kind == PROJECTION and rows <= MAX_ROWS]
-        if any(block.reason is None for block in projections):
+        if any(b.reason is None for b in mtp_blocks(model) if b.kind == PROJECTION):
             self._mtp = FusedMtp(model, configs)
             weight: torch.Tensor = model.mtp.layers[0].eh_proj.weight
             draw = torch.Generator(weight.device).manual_seed(1)
@@ -194,7 +192,7 @@ class Rig:
                     tensor.zero_()
 
     def decoder(self, configs: Configs) -> FusedStep:
-        return FusedStep(self.model, configs, self.rows)
+        return FusedStep(self.model, configs)
 
     def compile(self, configs: Configs) -> None:
         """Compile a step's kernels in parallel."""

@@ -22,7 +22,6 @@ from megatron_async.kernels.gemm.tile_config import (
     load_tuned,
     lookup,
 )
-from megatron_async.kernels.gemm.wide_rows import most_rows
 from megatron_async.kernels.shared_memory import block_limit
 
 Work = tuple[str, dict[str, int]]
@@ -64,8 +63,6 @@ class Gemm:
         """Its tile config for padded ``rows``; None if there is none."""
         if self.fixed is not None:
             return self.fixed
-        if rows > most_rows():
-            return None
         found = lookup(self.found, self.case(rows))
         if (
             found is not None

@@ -15,8 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_async.kernels.gemm.tile_config import RMS_NORM
-from megatron_async.kernels.gemm.wide_rows import most_rows
+from megatron_async.kernels.gemm.tile_config import MAX_ROWS, RMS_NORM
 
 AllReduce = Callable[[Tensor], object]
 """Adds up a bfloat16 ``[R, hidden]`` over the ranks of a group, in place and in stream order."""
@@ -44,7 +43,7 @@ class Norm(NamedTuple):
 
 
 class Workspace:
-    """Static buffers for up to :func:`most_rows` rows, shared by all blocks: one runs at a time.
+    """Static buffers for up to :data:`MAX_ROWS` rows, shared by all blocks: one runs at a time.
 
     WAR: statistics alternate between two buffers, so that a block's GEMM that still reads those of
     its input never meets the writer of the next ones.
@@ -54,19 +53,19 @@ class Workspace:
 
     def __init__(self, hidden_size: int, device: torch.device) -> None:
         self._device = device
-        self._hidden_size, self._rows = hidden_size, most_rows()
+        self._hidden_size = hidden_size
         self._buffers: dict[tuple[str, int], Tensor] = {}
-        count = self._rows * hidden_size // FINEST_TILE * 2
+        count = MAX_ROWS * hidden_size // FINEST_TILE * 2
         with torch.inference_mode(False):
             self._statistics = [torch.empty(count, device=device) for _ in (LAYER, HALF)]
 
     def buffer(self, role: str, width: int) -> Tensor:
-        """bfloat16 ``[rows, width]``, of as many as there may be, the same for all blocks that ask for it."""
+        """bfloat16 ``[MAX_ROWS, width]``, the same for all blocks that ask for it."""
         key = role, width
         if key not in self._buffers:
             with torch.inference_mode(False):  # for all blocks: others write to it too
                 self._buffers[key] = torch.empty(
-                    self._rows, width, dtype=torch.bfloat16, device=self._device
+                    MAX_ROWS, width, dtype=torch.bfloat16, device=self._device
                 )
         return self._buffers[key]
 
