@@ -177,7 +177,8 @@ def test_no_event_and_no_draft_changes_a_token(name: str, tmp_path: Path) -> Non
     log-probabilities; pauses, evictions, aborts, and a cache that is always full."""
     subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.support.ranked", str(tmp_path), name],
-        env=child_environment(RANKED_DEVICE="cuda"),
+        # Ranks are forked, and after CUDA's own count of GPUs they could not use them.
+        env=child_environment(RANKED_DEVICE="cuda", PYTORCH_NVML_BASED_CUDA_CHECK="1"),
         cwd=ROOT,
         check=True,
         timeout=PATIENCE_SECONDS,
