@@ -36,6 +36,29 @@ class Values(NamedTuple):
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
 
 
+class Described(NamedTuple):
+    """A tensor that TMA copies blocks of, as Triton describes it."""
+
+    base: Values
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block_shape: tuple[int, ...]
+
+    def made(self) -> Any:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        lists = [*self.shape], [*self.strides], [*self.block_shape]
+        return TensorDescriptor(self.base.made(), *lists)
+
+
+def _described(argument: Any) -> Any:
+    """What a launch is given, as it is written down."""
+    if not hasattr(argument, "block_shape"):
+        return Values.of(argument)
+    base, shape, strides = argument.base, argument.shape, argument.strides
+    return Described(Values.of(base), tuple(shape), tuple(strides), tuple(argument.block_shape))
+
+
 class Launch(NamedTuple):
     """A kernel with its arguments, by place and by name."""
 
@@ -58,13 +81,15 @@ class Launch(NamedTuple):
 def _kind(value: Any) -> Any:
     if isinstance(value, Values):
         return value.dtype
+    if isinstance(value, Described):
+        return value.base.dtype, value.block_shape
     if isinstance(value, int | float) and not isinstance(value, bool):
         return type(value), value == 0
     return value
 
 
 def _made(value: Any) -> Any:
-    return value.made() if isinstance(value, Values) else value
+    return value.made() if isinstance(value, Values | Described) else value
 
 
 def record_into(path: Path) -> None:
@@ -74,10 +99,10 @@ def record_into(path: Path) -> None:
     run, kinds = InterpretedFunction.run, set()
 
     def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = {name: Values.of(value) for name, value in kwargs.items()}
+        given = {name: _described(value) for name, value in kwargs.items()}
         for name in ("grid", "warmup"):
             given.pop(name)
-        places = tuple(Values.of(argument) for argument in args)
+        places = tuple(_described(argument) for argument in args)
         launch = Launch(self.fn.__module__, self.fn.__name__, places, given)
         if launch.kind() not in kinds:
             kinds.add(launch.kind())
