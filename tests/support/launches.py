@@ -88,7 +88,10 @@ def attention(
     tokens: int = 8,
 ) -> None:
     """Decode rows, or the tokens of chunks."""
-    from megatron_async.kernels.attention.invariant_triton import invariant_chunks, invariant_rows
+    from megatron_async.kernels.attention.invariant.invariant_triton import (
+        invariant_chunks,
+        invariant_rows,
+    )
     from megatron_async.kernels.attention.paged_decode_triton import paged_decode_attention_triton
     from megatron_async.kernels.attention.paged_prefill_triton import paged_mixed_attention_triton
 

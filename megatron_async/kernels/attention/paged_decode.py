@@ -61,7 +61,7 @@ def paged_decode_attention(
     :func:`paged_decode_attention_reference`.
     """
     if invariant and latent is None and table_rows is not None and has_kernel(query):
-        from megatron_async.kernels.attention.invariant_triton import invariant_rows
+        from megatron_async.kernels.attention.invariant.invariant_triton import invariant_rows
 
         return invariant_rows(
             query, key_cache, value_cache, block_table, lengths, scale, table_rows,

@@ -43,7 +43,7 @@ def paged_mixed_attention(
     :func:`has_kernel` says so; the reference reads ``chunks`` on the host.
     """
     if invariant and latent is None and has_kernel(query):
-        from megatron_async.kernels.attention.invariant_triton import invariant_chunks
+        from megatron_async.kernels.attention.invariant.invariant_triton import invariant_chunks
 
         invariant_chunks(
             query, key_cache, value_cache, block_table, chunks, scale, out,

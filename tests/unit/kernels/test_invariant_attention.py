@@ -18,8 +18,11 @@ from tests.support.interpreter import on_devices
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from megatron_async.kernels.attention import invariant_triton
-from megatron_async.kernels.attention.invariant_triton import invariant_chunks, invariant_rows
+from megatron_async.kernels.attention.invariant import invariant_triton
+from megatron_async.kernels.attention.invariant.invariant_triton import (
+    invariant_chunks,
+    invariant_rows,
+)
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 UNTOUCHED = 7.0

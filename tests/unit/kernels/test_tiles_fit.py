@@ -382,10 +382,10 @@ def test_the_compiler_gives_no_more_than_the_bounds(
     capability: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron_async.kernels.attention import (
-        invariant_triton,
         paged_decode_triton,
         paged_prefill_triton,
     )
+    from megatron_async.kernels.attention.invariant import invariant_triton
     from megatron_async.kernels.gemm import batch_invariant_triton as products
 
     limit, half = LIMIT_OF[capability], torch.bfloat16

@@ -17,6 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_async.kernels.attention.invariant.splits_triton import (
+    add_split,
+    begin_splits,
+    first_token,
+    scales,
+    split_size,
+)
 from megatron_async.kernels.attention.paged_decode_triton import IN_LOG2, LOG2_E, MOST_ROWS
 from megatron_async.kernels.attention.paged_prefill_triton import (
     FIRST,
@@ -27,13 +34,6 @@ from megatron_async.kernels.attention.paged_prefill_triton import (
     START,
     WIDTH,
     attend_tile,
-)
-from megatron_async.kernels.attention.splits_triton import (
-    add_split,
-    begin_splits,
-    first_token,
-    scales,
-    split_size,
 )
 from megatron_async.kernels.attention.tiles import Heads, PrefillTile, fewer_stages, invariant_tile
 from megatron_async.kernels.fitting import launch_fitting

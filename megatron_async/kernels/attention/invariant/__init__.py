@@ -1,0 +1,1 @@
+"""Attention in batch-invariant mode: a token has one order of sums, in rows and in chunks."""
