@@ -44,6 +44,7 @@ def config_of(args: argparse.Namespace, way: str, depth: int) -> EngineConfig:
     return EngineConfig(
         depth=depth,
         guided_rows=way,
+        tokenizer_model=args.tokenizer,
         max_requests=ROWS,
         max_sequence_length=length,
         block_size_tokens=BLOCK,
@@ -106,6 +107,7 @@ def measured(engine: DynamicInferenceEngine, guided: int, args: argparse.Namespa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--model", default="tiny", help="a name, a directory or random:SHAPE")
+    parser.add_argument("--tokenizer", help="a tokenizer.json, in place of the model's own")
     parser.add_argument("--depths", default="1,2")
     parser.add_argument("--guided", default="0,1,8,32", help="guided rows of 32")
     parser.add_argument("--rounds", type=int, default=5)
