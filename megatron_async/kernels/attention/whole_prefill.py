@@ -90,7 +90,8 @@ def whole_mixed_attention(
 
     Nothing waits for the device. Returns ``out``; where that is None, so that ``chunks`` must have
     all tokens, a tensor ``[T, Hq, D]``. Returns None where cuDNN refuses such heads, which is
-    logged and remembered; ``out`` may have been written then. On a CPU PyTorch's operations take
+    logged and remembered, and where there is no memory for what is gathered; ``out`` may have been
+    written then. On a CPU PyTorch's operations take
     the library's place.
     """
     query = query.contiguous()
@@ -102,8 +103,9 @@ def whole_mixed_attention(
                     return attended
                 out = torch.empty_like(query)
             out[run[0].first : run[0].first + len(attended)] = attended
-    except torch.OutOfMemoryError:
-        raise
+    except torch.OutOfMemoryError as error:
+        logger.warning("a prefill attends in Triton's kernels, which need no room: %s", error)
+        return None
     except RuntimeError as error:
         if not query.is_cuda:
             raise

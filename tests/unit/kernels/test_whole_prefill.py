@@ -182,6 +182,21 @@ def test_sizes_are_few_and_hold_all_lengths() -> None:
     assert (len(rows), len(keys)) == (9, 28)
 
 
+@pytest.mark.usefixtures("small_grid")
+def test_a_step_without_room_is_left_to_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the next one is not."""
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("Tried to allocate 512 MiB")
+
+    case = Case([(16, 40)])
+    given = case.query, case.keys, case.values, case.table, case.placed, case.scale, None
+    with monkeypatch.context() as patch:
+        patch.setattr(whole_prefill, "gather_blocks", full)
+        assert whole_prefill.whole_mixed_attention(*given) is None
+    case.check()
+
+
 def test_short_chunks_are_left_to_the_kernel() -> None:
     long = LEAST_LIBRARY_TOKENS
     chunks = (PlacedChunk(1, 3, long - 1, 5), PlacedChunk(0, long + 2, long, 0))
