@@ -7,7 +7,8 @@ and each expert's are cut into tiles of rows. The host reads no count: grids are
 that there may be, and programs of tiles that are not there end at once.
 
 A row's sums depend on the row and on the sizes of the tiles alone. No atomics add anything up.
-Weights may be e4m3 or MXFP4, which are widened as in ``experts_triton.py``.
+Weights may be e4m3 or MXFP4, which are widened as in ``experts_triton.py``; MXFP4 is for tests
+alone until it gives the same bits twice (``models/moe/compute.py``).
 """
 
 # mypy: disable-error-code="no-untyped-def"
