@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from megatron_async.benchmark.measuring.arrivals import Arrivals
 from megatron_async.benchmark.measuring.launches import marked_launches
 from megatron_async.benchmark.measuring.loads import Request
 from megatron_async.benchmark.measuring.profiler import percentile
@@ -18,9 +19,11 @@ from megatron_async.perfetto.recorder import Ranks
 from megatron_async.request.request import (
     DynamicInferenceRequest,
     FinishReason,
-    RequestFuture,
     StepReport,
 )
+
+IDLE_SECONDS = 2e-4
+"""Between two looks for a request."""
 
 
 class NoSteadyStepsError(MegatronAsyncError):
@@ -74,9 +77,7 @@ def run_load(
         marks: mark each launch on the device, ``after_prefill`` for figures of the time since.
     """
     engine.reset()
-    arrived = [0.0] * len(requests) if arrived is None else arrived
     handed_out: list[list[float]] = [[] for _ in requests]
-    futures: list[RequestFuture] = []
     steps: list[StepTime] = []
     reports: list[StepReport] = []
     counters = engine.counters
@@ -86,31 +87,29 @@ def run_load(
         group = engine.model.group
         ranks = Ranks(engine) if group is not None and group.layout.pipeline > 1 else None
         marking = marked_launches(engine.device, ranks, after_prefill=after_prefill)
-    with marking or nullcontext(lambda: None) as events:
-        started = time.perf_counter()
-        while len(futures) < len(requests) or engine.has_unfinished_requests():
-            now = time.perf_counter() - started
-            while len(futures) < len(requests) and arrived[len(futures)] <= now:
-                number = len(futures)
-                request = requests[number]
-                futures.append(engine.add_request(number, request.prompt, request.params))
+    with (
+        marking or nullcontext(lambda: None) as events,
+        Arrivals(engine, requests, arrived) as arrivals,
+    ):
+        while arrivals.more_come or engine.has_unfinished_requests():
             if not engine.has_unfinished_requests():
-                time.sleep(min(max(arrived[len(futures)] - now, 0), 1e-3))
+                time.sleep(IDLE_SECONDS)
                 continue
             step = engine.step_modern()
             busy = counters.step_ns - counters.wait_ns
             end_ns, tokens = time.perf_counter_ns(), len(step["tokens"])
             rows = sum(report.committed - report.accepted for report in step["steps"])
             steps.append(StepTime(end_ns, busy, tokens, rows))
-            now = time.perf_counter() - started
+            now = time.perf_counter() - arrivals.started
             for output in step["tokens"]:
                 handed_out[output.request_id].append(now)
             reports += step["steps"]
-        seconds = time.perf_counter() - started
-    records = [future.result() for future in futures]
+        seconds = time.perf_counter() - arrivals.started
+    records = [future.result() for future in arrivals.futures]
+    micro_batches = min(engine.limits.micro_batches, len(requests))
     return Run(
-        records, arrived, handed_out, seconds, counters, steps, reports, events(),
-        min(engine.limits.micro_batches, len(requests)),
+        records, arrivals.arrived, handed_out, seconds, counters, steps, reports, events(),
+        micro_batches,
     )  # fmt: skip
 
 
