@@ -29,6 +29,8 @@ from megatron_async.kernels.moe.grouped_triton import (
 from megatron_async.kernels.moe.mxfp4 import PACKED
 from megatron_async.kernels.moe.reference import Routing
 from megatron_async.kernels.moe.settings import ExpertActivation
+from megatron_async.kernels.moe.wide import products as wide
+from megatron_async.kernels.moe.wide.products import WideTiles
 from megatron_async.kernels.pdl import uses_pdl
 from megatron_async.kernels.shared_memory import (
     block_limit,
@@ -41,6 +43,8 @@ _LEAST_CHUNK, _MOST_CHUNKS = 256, 256
 """Slots of a program that orders them, at least, and how many such programs there are at most."""
 _ELEMENTS = 4096
 """Pairs of a slot and an expert that such a program compares at once."""
+_ALIGNED = 4
+"""Numbers of 16 bytes: kernels are compiled for pointers that are multiples of these."""
 _SUM_BLOCK = 1024
 _TOGETHER = 16
 """Tiles of rows that run together with the same columns of the weights."""
@@ -87,11 +91,13 @@ class GroupedTile:
 
 @dataclass(frozen=True, slots=True)
 class GroupedTiles:
-    """Rows of a tile, and the tiles of the first and of the second GEMM."""
+    """Rows of a tile, and the tiles of the first and of the second GEMM; with ``wide`` both are of
+    ``wide/products.py``, with its tiles."""
 
     m: int
     up: GroupedTile
     down: GroupedTile
+    wide: WideTiles | None = None
 
 
 TILES = (
@@ -188,7 +194,9 @@ def choose_tiles(
     return GroupedTiles(chosen.m, up, down)
 
 
-def tiles_for(weights: GroupedWeights, hidden: Tensor, mean: float) -> GroupedTiles:
+def tiles_for(
+    weights: GroupedWeights, hidden: Tensor, mean: float, *, gated: bool = True
+) -> GroupedTiles:
     """The tiles for rows ``hidden`` if experts have ``mean`` tokens on average."""
     w1, w2, _, _, w1_scale, w2_scale = weights
     limit, size = block_limit(hidden.device), None if w1_scale is None else float(w1.itemsize)
@@ -200,7 +208,10 @@ def tiles_for(weights: GroupedWeights, hidden: Tensor, mean: float) -> GroupedTi
         for count, weight in zip(columns, (w1, w2), strict=True)
     )
     number = sum(mean > most for most in _MOST_MEAN)
-    return choose_tiles(number, hidden.element_size(), limit, size, (of_group[0], of_group[1]))
+    tiles = choose_tiles(number, hidden.element_size(), limit, size, (of_group[0], of_group[1]))
+    if tiles.m != wide.ROWS or not wide.takes(w1, gated=gated, limit=limit):
+        return tiles
+    return replace(tiles, wide=wide.TILES)
 
 
 def _columns(weight: Tensor, scale: Tensor | None) -> int:
@@ -215,7 +226,8 @@ class Order:
     Args:
         slots: int32 ``[T * k]``, those with an expert first; anything behind them.
         tiles: int32 ``[3, most]``: the expert of each tile or -1 for one that is not there, its
-            first row, and the row behind its expert's last one.
+            first row, and the row behind its expert's last one. Behind them, in memory, is how many
+            are there.
     """
 
     slots: Tensor
@@ -241,14 +253,15 @@ def order_slots(ids: Tensor, experts: int, rows: int) -> Order:
     step = max(16, min(64, _ELEMENTS // padded))
     chunk = triton.next_power_of_2(max(_LEAST_CHUNK, triton.cdiv(slots, _MOST_CHUNKS)))
     programs, most = triton.cdiv(slots, chunk), most_tiles(slots, experts, rows)
-    made = torch.empty(slots + 3 * most + programs * padded, dtype=torch.int32, device=device)
-    order, tiles, counts = made.split((slots, 3 * most, programs * padded))
+    sizes = [-(-size // _ALIGNED) * _ALIGNED for size in (slots, 3 * most + 1, programs * padded)]
+    made = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+    order, tiles, counts = made.split(sizes)
     options = {"PADDED": padded, "STEP": step, "num_warps": 4, **_pdl(device)}
     count_kernel[(programs,)](ids, counts, slots, chunk, **options)
     order_kernel[(programs,)](
         ids, counts, order, tiles, slots, chunk, programs, most, rows, **options
     )
-    return Order(order, tiles.view(3, most))
+    return Order(order[:slots], tiles[: 3 * most].view(3, most))
 
 
 def grouped_experts(
@@ -276,7 +289,8 @@ def grouped_experts(
         return torch.empty_like(hidden)
     experts = len(weights.w1)
     if tiles is None:
-        tiles = tiles_for(weights, hidden, tokens * top_k / (num_experts or experts))
+        mean = tokens * top_k / (num_experts or experts)
+        tiles = tiles_for(weights, hidden, mean, gated=activation.gated)
     hidden, ids = hidden.contiguous(), routing.ids.contiguous()
     order = order_slots(ids, experts, tiles.m)
     activated = first_layers(hidden, order, weights, top_k, activation, tiles)
@@ -290,6 +304,9 @@ def first_layers(
 ) -> Tensor:  # fmt: skip
     """First linear layers and activation: ``[T * k, I]`` in the order of the experts."""
     w1, b1, scale = weights.w1, weights.b1, weights.w1_scale
+    if tiles.wide is not None:
+        given = (hidden, order.slots, order.tiles, order.most_tiles, w1, b1)
+        return wide.first_layers(*given, top_k, activation, tiles.wide)
     parts = 2 if activation.gated else 1
     inner = w1.shape[1] // parts
     out = hidden.new_empty(order.slots.shape[0], inner)
@@ -315,6 +332,9 @@ def second_layers(
     """Second linear layers times the routing weights: ``[T * k, H]`` by slots; anything in those
     without an expert."""
     w2, b2, scale = weights.w2, weights.b2, weights.w2_scale
+    if tiles.wide is not None:
+        given = (activated, order.slots, order.tiles, order.most_tiles, w2, b2)
+        return wide.second_layers(*given, routing_weights, tiles.wide)
     (rows, inner), size = activated.shape, w2.shape[1]
     out = activated.new_empty(rows, size)
 

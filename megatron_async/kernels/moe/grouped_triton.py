@@ -26,6 +26,7 @@ from megatron_async.kernels.moe.experts_triton import (
     multiply_e4m3,
 )
 from megatron_async.kernels.moe.mxfp4_triton import MISSING, mxfp4_factors, widen_mxfp4
+from megatron_async.kernels.moe.wide.products_triton import place_of
 from megatron_async.kernels.pdl import pdl_enter
 
 
@@ -52,7 +53,8 @@ def order_kernel(
     PADDED: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Slots in the order of their experts, and the tiles: int32 ``[3, most_tiles]``, the expert or
-    -1 for a tile that is not there, its first row, and the row behind its expert's last one."""
+    -1 for a tile that is not there, its first row, and the row behind its expert's last one. Behind
+    them is the number of tiles that are there."""
     program = tl.program_id(0)
     pdl_enter(PDL)
     expert = tl.arange(0, PADDED)
@@ -80,6 +82,7 @@ def order_kernel(
     tile_count = (total + tile_rows - 1) // tile_rows
     tile_end = tl.cumsum(tile_count, 0)
     first_tile = tile_end - tile_count
+    tl.store(tiles_ptr + 3 * most_tiles, tl.sum(tile_count, 0), mask=program == 0)
     for first in range(program * STEP, most_tiles, programs * STEP):
         tile = first + tl.arange(0, STEP)
         of_tile = tl.sum((tile_end[None, :] <= tile[:, None]).to(tl.int32), 1)
@@ -91,18 +94,6 @@ def order_kernel(
         tl.store(tiles_ptr + tile, tl.where(of_tile < PADDED, of_tile, -1), mask=is_there)
         tl.store(tiles_ptr + most_tiles + tile, row, mask=is_there)
         tl.store(tiles_ptr + 2 * most_tiles + tile, behind, mask=is_there)
-
-
-@triton.jit
-def _place(most_tiles, BLOCKS: tl.constexpr, TOGETHER: tl.constexpr):
-    """Tile of rows and block of columns of a program. ``TOGETHER`` tiles of rows run side by side,
-    which share their weights in the L2 cache."""
-    program = tl.program_id(0)
-    of_group: tl.constexpr = TOGETHER * BLOCKS
-    first = program // of_group * TOGETHER
-    side_by_side = tl.minimum(most_tiles - first, TOGETHER)
-    place = program % of_group
-    return first + place % side_by_side, place // side_by_side
 
 
 @triton.jit
@@ -182,7 +173,7 @@ def grouped_up_kernel(
     """
     PARTS: tl.constexpr = 2 if GATED else 1
     WIDTH: tl.constexpr = BLOCK_N // PARTS
-    tile, block = _place(most_tiles, (INNER + WIDTH - 1) // WIDTH, TOGETHER)
+    tile, block = place_of(tl.program_id(0), most_tiles, (INNER + WIDTH - 1) // WIDTH, TOGETHER)
     pdl_enter(PDL)
     expert = tl.load(tiles_ptr + tile)
     if expert < 0:
@@ -228,7 +219,9 @@ def grouped_down_kernel(
     NUM_STAGES: tl.constexpr, COLUMNS: tl.constexpr, MXFP4: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Second linear layers, times the routing weights: ``[slots, HIDDEN]`` by slots."""
-    tile, block = _place(most_tiles, (HIDDEN + BLOCK_N - 1) // BLOCK_N, TOGETHER)
+    tile, block = place_of(
+        tl.program_id(0), most_tiles, (HIDDEN + BLOCK_N - 1) // BLOCK_N, TOGETHER
+    )
     pdl_enter(PDL)
     expert = tl.load(tiles_ptr + tile)
     if expert < 0:

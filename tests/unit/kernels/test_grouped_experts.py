@@ -36,6 +36,8 @@ if HAS_TRITON:
         order_slots,
         tiles_for,
     )
+    from megatron_async.kernels.moe.wide import products as wide_products
+    from megatron_async.kernels.moe.wide.products import WideTiles
 
 SWIGLU = ExpertActivation()
 GPT_OSS = ExpertActivation(function="quick_gelu", limit=1.0, offset=1.0)
@@ -134,6 +136,9 @@ def checked_order(ids: Tensor, experts: int, rows: int) -> None:
     tiles = order.tiles.t().tolist()
     assert [tuple(tile) for tile in tiles[: len(found)]] == found
     assert all(tile[0] == -1 for tile in tiles[len(found) :])
+    there = order.tiles.storage_offset() + order.tiles.numel()
+    behind = torch.as_strided(order.tiles, (1,), (1,), there)
+    assert behind.tolist() == [len(found)]
 
 
 @on_devices
@@ -203,6 +208,53 @@ def test_small_layers_of_other_formats(device: str, kind: str, swap: bool) -> No
     layer = Layer(Sizes(3, 2, 96, 64, GPT_OSS, True), 21, device, torch.bfloat16)
     layer.keep(kind)
     layer.check(LIMIT, one_tile(16, 32, 32 if kind == "groups" else 64, swap=swap))
+
+
+def wide_tiles(m: int, n: int, k: int) -> GroupedTiles:
+    return GroupedTiles(m, TILES[-1].up, TILES[-1].down, WideTiles(m, n, k, 3, 4))
+
+
+# A tile's first half and all of it, several programs' tiles, and columns that tiles do not divide.
+WIDE_CASES: Any = (
+    (Sizes(5, 2, 48, 40, SWIGLU), 29),
+    (Sizes(3, 2, 64, 24, GPT_OSS, True), 60),
+    (Sizes(2, 1, 32, 56, SWIGLU), 9),
+)
+
+
+@on_devices
+@pytest.mark.parametrize("case", range(len(WIDE_CASES)))
+def test_small_layers_with_tma(device: str, case: int) -> None:
+    sizes, tokens = WIDE_CASES[case]
+    tiles = wide_tiles(32, 64, 16)
+    layer = Layer(sizes, tokens, device, torch.float32)
+    layer.check(1e-5, tiles)
+    layer = Layer(sizes, tokens, device, torch.bfloat16)
+    layer.check(LIMIT, tiles)
+    together = layer.run(tiles)
+    assert torch.equal(layer.run(tiles, slice(3, 8)), together[3:8])
+    if case == 1:
+        Layer(sizes, tokens, device, torch.float32, held=2).check(1e-5, tiles)
+        layer.routing.ids.fill_(NO_EXPERT)
+        assert not layer.run(tiles).any()
+
+
+def test_what_tma_takes() -> None:
+    def takes(hidden: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> bool:
+        weight = torch.empty(2, 64, hidden, dtype=dtype)
+        return wide_products.takes(weight, **{"gated": True, "limit": LIMIT_OF[HOPPER], **options})
+
+    assert takes(2880) and not takes(2880 + 32) and not takes(64, E4M3)
+    assert not takes(64, gated=False) and not takes(64, limit=102400)
+
+
+@on_cuda
+@pytest.mark.parametrize("name", LARGE)
+def test_tma_changes_no_bits(device: str, name: str) -> None:
+    layer = Layer(LARGE[name], 1000, device, torch.bfloat16)
+    chosen = tiles_for(layer.weights, layer.hidden, 99.0)
+    assert chosen.wide is not None
+    assert torch.equal(layer.run(chosen), layer.run(TILES[-1]))
 
 
 @on_devices
@@ -319,6 +371,8 @@ def compiled_products(name: str, kind: str, number: int) -> list[tuple[Compiled,
         grouped.shared_bytes(tile, tiles.m, 2, LIMIT_OF[HOPPER], size)
         for tile in (tiles.up, tiles.down)
     ]
+    if tiles.wide is not None:
+        bounds = 2 * [tiles.wide.shared_bytes]
     products = [kernel for kernel in found if kernel.name.startswith("grouped_")]
     return list(zip(products, bounds, strict=True))
 
@@ -337,7 +391,8 @@ def test_tiles_fit_a_gpu(
     name: str, kind: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compiled for Hopper they take no more than the bound says, and use its tensor cores."""
-    monkeypatch.setattr(grouped, "uses_pdl", lambda device: True)
+    for module in (grouped, wide_products):
+        monkeypatch.setattr(module, "uses_pdl", lambda device: True)
     for kernel, bound in compiled_products(name, kind, number):
         assert kernel.shared <= bound <= LIMIT_OF[HOPPER], kernel.name
         assert ("wgmma" in kernel.ptx) == (kind != "bfloat16" or number > 0)
