@@ -268,6 +268,15 @@ def program(source: str, defines: Mapping[str, int]) -> str:
     return '#include "standard.hpp"\n' + macros + source_text(source)
 
 
+def preprocessed(source: str, defines: Mapping[str, int]) -> str:
+    """A kernel's own source with these macros, as its compiler sees it."""
+    macros = "".join(f"#define {macro} {value}\n" for macro, value in defines.items())
+    assert COMPILER is not None
+    command = [COMPILER, "-E", "-P", "-x", "c++", "-"]
+    given = macros + cuda.own_text(source)
+    return subprocess.run(command, input=given, capture_output=True, text=True, check=True).stdout
+
+
 @functools.cache
 def _own_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory()

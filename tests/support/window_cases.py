@@ -35,6 +35,7 @@ class WindowCase:
 
     Args:
         shape: head dimension, heads of a group, block size, norms of heads, rotation.
+        limits: of a layer; ``"sinks": True`` is replaced by a sink of each head.
         e4m3: the cache is of that, with :data:`SCALES`.
     """
 
@@ -54,7 +55,7 @@ class WindowCase:
         self.heads = Heads(
             head_dim, group, KV_HEADS, block_size, norm, rope, window, gaps, e4m3=e4m3
         )
-        self.limits = limits or {}
+        self.limits = dict(limits or {})
         self.heads = self.heads.limited(self.limits)
         self.rows, self.window, self.device = rows, window, device
         generator = torch.Generator(device).manual_seed(seed)
@@ -104,6 +105,8 @@ class WindowCase:
         if rope:  # of positions that a request may have, and no others
             table = (self.capacity, 2, head_dim // 2)
             self.cos_sin = torch.randn(table, generator=generator, device=device)
+        if "sinks" in self.limits:  # next to a few scores as to a thousand
+            self.limits["sinks"] = draw(KV_HEADS * group) * 3 + 2
         self.scale = 1 / math.sqrt(head_dim)
 
     def _forget(self, slot: int, tokens: int, block_size: int) -> None:
@@ -128,6 +131,7 @@ class WindowCase:
             self.packed, keys, values, self.table, self.slots, self.positions, self.mapping, out,
             scale=self.scale, cos_sin=self.cos_sin, q_weight=self.norms[0],
             k_weight=self.norms[1], eps=EPS, scales=self.scales,
+            sinks=self.limits.get("sinks"),
         )  # fmt: skip
         return out
 

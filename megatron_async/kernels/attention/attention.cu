@@ -18,6 +18,9 @@
 //   SLIDING_WINDOW: tokens that a query sees, its own included; 0 is all. Tokens in front of these are
 //   not read: their blocks may be others' by now
 //   SOFT_CAP: the bits of an fp32 cap c, scores s become c * tanh(s / c); 0 is none
+//   SINKS 1: each query head has a sink, bf16 [KV_HEADS, GROUP]: a score, not capped, of a token without
+//   a value. The warp that takes a query's own token begins with it, and no other one, so that it counts
+//   once whatever warps, CTAs and splits there are
 //   E4M3 1: keys and values are kept as e4m3, a byte each, divided by their head's scale, a power of two,
 //   fp32 [2, KV_HEADS]. What they are multiplied with is float16, which has all numbers of e4m3: Hopper
 //   widens two with one instruction. A query is brought to float16's range by a power of two of its own
@@ -34,6 +37,9 @@
 
 #ifndef E4M3
 #define E4M3 0
+#endif
+#ifndef SINKS
+#define SINKS 0
 #endif
 #define THREADS (32 * WARPS)
 #define PADDED (D <= 64 ? 64 : D <= 128 ? 128 : 256)
@@ -127,6 +133,11 @@ __device__ __forceinline__ float capped(float score) {  // in base 2; tanh(x) = 
 #else
 #define SCORE(score) (score)
 #endif
+#if SINKS
+#define SINK_LOGITS , const u16* sinks
+#else
+#define SINK_LOGITS
+#endif
 __device__ __forceinline__ float weight_of(float m, float of) {
   return m == MINUS_INF ? 0.f : exp2f(m - of);
 }
@@ -138,7 +149,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
               const i64* slots, const i64* positions, const i64* slot_mapping,
               const float* cos_sin, const u16* q_weight, const u16* k_weight, float eps,
               float scale_log2, u16* out, int rows, float4* splits_out, float2* splits_stats,
-              u32* arrivals SCALES) {
+              u32* arrivals SCALES SINK_LOGITS) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
   const u32 base = shared_address(shared);
@@ -313,6 +324,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #if E4M3
   if (threadIdx.x < (2 * KV_HEADS + 31) / 32) touch(scales + threadIdx.x * 32);
 #endif
+#if SINKS
+  for (int i = threadIdx.x; i < (KV_HEADS * GROUP + 63) / 64; i += THREADS) touch(sinks + i * 64);
+#endif
 
   wait_for_predecessor();
   release_successor();
@@ -329,6 +343,18 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #include "attention_token.cuh"
 #else
 #include "attention_window.cuh"
+#endif
+#if SINKS
+    // In base 2, of this lane's queries: the row's last warp counts them, once for all of its splits.
+    const bool counts_sinks = takes_new && warp == WARPS - 1;
+    float own_sinks[EIGHTS][2];
+#pragma unroll
+    for (int e = 0; e < EIGHTS; e++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const int head = item.head * GROUP + item.share * HEADS + (e * 8 + 2 * t + j) % HEADS;
+        own_sinks[e][j] = counts_sinks ? widen(sinks[head]) * 1.4426950408889634f : MINUS_INF;
+      }
 #endif
     if (DYNAMIC && threadIdx.x == 0) {
       *(u32*)(shared + NEXT_AT) = gridDim.x + taken;
@@ -367,6 +393,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         for (int j = 0; j < 4; j++) o[n][e][j] = 0.f;
 #pragma unroll
       for (int j = 0; j < 2; j++) most[e][j] = MINUS_INF, total[e][j] = 0.f;
+#if SINKS
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        most[e][j] = own_sinks[e][j];
+        if (counts_sinks && g == 0) total[e][j] = 1.f;  // the lanes' totals are added up
+      }
+#endif
     }
 
     // Tokens from `valid` on weigh nothing; of the new ones those behind a query's own, and in front of

@@ -52,3 +52,9 @@ class E4m3AttentionArguments(NamedTuple):
     splits_stats: Fp32
     arrivals: Int32
     scales: Fp32
+
+
+class SinkArguments(NamedTuple):
+    """With ``SINKS``, behind the others."""
+
+    sinks: Bf16

@@ -15,6 +15,7 @@ from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention.decode_arguments import (
     AttentionArguments,
     E4m3AttentionArguments,
+    SinkArguments,
 )
 from megatron_async.kernels.attention.e4m3_cache import E4M3
 from megatron_async.kernels.compile import kernel
@@ -150,8 +151,9 @@ class Heads(NamedTuple):
     """What the attention of a model's layers is like: ``group`` query heads of each KV head, norms
     of heads, rotation; ``window`` tokens of each row, and ``gaps`` where there may be padding in
     front of them too. A query sees the last ``sliding_window`` tokens, its own included, and its
-    scores are capped at ``soft_cap``; 0 is without. Layers of one model may differ in these. With
-    ``e4m3`` the cache is of that (``e4m3_cache.py``)."""
+    scores are capped at ``soft_cap``; 0 is without. With ``sinks`` each query head has one more
+    score, of a token without a value. Layers of one model may differ in these. With ``e4m3`` the
+    cache is of that (``e4m3_cache.py``)."""
 
     head_dim: int
     group: int
@@ -164,12 +166,15 @@ class Heads(NamedTuple):
     sliding_window: int = 0
     soft_cap: float = 0.0
     e4m3: bool = False
+    sinks: bool = False
 
     def limited(self, limits: Mapping[str, Any]) -> Heads:
-        """The heads with a layer's ``window`` and ``soft_cap`` (``models/layers/attention.py``)."""
+        """The heads with a layer's ``window``, ``soft_cap`` and ``sinks``
+        (``models/layers/attention.py``)."""
         return self._replace(
-            sliding_window=limits.get("window", 0), soft_cap=float(limits.get("soft_cap", 0.0))
-        )
+            sliding_window=limits.get("window", 0), soft_cap=float(limits.get("soft_cap", 0.0)),
+            sinks="sinks" in limits,
+        )  # fmt: skip
 
     def read_tokens(self, capacity: int) -> int:
         """Most tokens that the tiles have which a row of up to ``capacity`` tokens reads."""
@@ -195,6 +200,7 @@ class Heads(NamedTuple):
             "WARPS": warps, "ST": STAGES * (1 + self.e4m3), "CLUSTER": cluster,
             "MAX_SPLITS": max_splits, "LANE_ROWS": lane_rows, "MIN_SHARED": 0,
             **({"E4M3": 1} if self.e4m3 else {}),
+            **({"SINKS": 1} if self.sinks else {}),
         }  # fmt: skip
 
     def defines(
@@ -252,11 +258,9 @@ def heads_of(
         limits: ``window``, ``soft_cap`` and ``sinks`` of a layer that has them.
     """
     limits = limits or {}
-    if "sinks" in limits:
-        return None
     tokens, width = packed.shape
     block_size, kv_heads, head_dim = kv_cache.shape[3:]
-    tensors = (packed, q_weight, k_weight)
+    tensors = (packed, q_weight, k_weight, limits.get("sinks"))
     if any(x is not None and x.dtype != torch.bfloat16 for x in tensors):
         return None
     if kv_cache.dtype not in (torch.bfloat16, E4M3):
@@ -346,6 +350,7 @@ class DecodeAttention:
         k_weight: Tensor | None = None,
         eps: float = 0.0,
         scales: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         """Append the tokens' keys and values and attend: all bfloat16, contiguous.
 
@@ -362,6 +367,7 @@ class DecodeAttention:
             out: ``[T, kv_heads * group * head_dim]``; of padding anything finite.
             cos_sin: fp32 ``[positions, 2, head_dim / 2]``.
             scales: of keys and values in e4m3, contiguous fp32 ``[2, kv_heads]``.
+            sinks: ``[kv_heads * group]``, where the heads have them.
         """
         plain = AttentionArguments(
             qkv, keys, values, block_table, block_table.stride(0), slots, position_ids,
@@ -369,7 +375,11 @@ class DecodeAttention:
             float(scale * 1.4426950408889634), out, qkv.shape[0] // self._window, *self.workspace,
         )  # fmt: skip
         arguments = plain if scales is None else E4m3AttentionArguments(*plain, scales)
-        self._kernel.launch((self._cluster * self._clusters, 1, 1), arguments)
+        grid = self._cluster * self._clusters, 1, 1
+        if sinks is None:
+            self._kernel.launch(grid, arguments)
+        else:
+            self._kernel.launch(grid, arguments, SinkArguments(sinks))
 
 
 class DecodeAttentions:

@@ -168,7 +168,7 @@ class CacheAttention:
                 packed.contiguous(), keys, values, self._block_table, tokens.token_slots,
                 tokens.position_ids.contiguous(), tokens.slot_mapping, out, scale=scale,
                 cos_sin=cos_sin, q_weight=q_weight, k_weight=k_weight, eps=eps,
-                scales=self._scales_of(layer),
+                scales=self._scales_of(layer), sinks=limits.get("sinks"),
             )  # fmt: skip
             return out
         query = rope_append(

@@ -62,7 +62,12 @@ Parameter = tuple[str, type, tuple[torch.dtype, ...]]
 
 
 def parameters_of(
-    kernel: str, *, sends: bool = False, e4m3: bool = False, scale: str = "float"
+    kernel: str,
+    *,
+    sends: bool = False,
+    e4m3: bool = False,
+    scale: str = "float",
+    sinks: bool = False,
 ) -> list[Parameter]:
     """Name, type and element types of the parameters in a kernel's source."""
     pattern = rf'extern "C" __global__.*?\b{kernel}\((.*?)\) \{{'
@@ -71,6 +76,7 @@ def parameters_of(
     scaling = "".join(f", const {scale}* {name}" for name in SCALING.get(kernel, ()))
     text = text.replace(" SCALING", scaling if e4m3 else "")
     text = text.replace(" SCALES", ", const float* scales" if e4m3 else "")
+    text = text.replace(" SINK_LOGITS", ", const u16* sinks" if sinks else "")
     text = text.replace("KEPT*", "char*" if e4m3 else "u16*")
     text = text.replace(" SENDING", ", int place, const u32* launches, PEERS" if sends else "")
     text = text.replace("PEERS", ", ".join(f"u64* to_{place}" for place in range(8)))

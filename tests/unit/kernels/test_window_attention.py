@@ -295,7 +295,9 @@ def test_a_models_own_forward_takes_windows_to_the_kernel(
     context.begin(metadata._replace(window=None))
     assert heads(*given) is None, "tokens of a row in another way"
     context.begin(metadata)
-    assert heads(*given, {"sinks": case.packed}) is None
+    sinks = torch.ones(2, dtype=torch.bfloat16, device=device)
+    assert heads(*given, {**limits, "sinks": sinks}) == case.heads._replace(sinks=True)
+    assert heads(*given, {"sinks": sinks.float()}) is None
     assert heads(*given, limits) == case.heads
     with monkeypatch.context() as patch:
         patch.setattr(decode_attention, "FUSED_WINDOWS", False)

@@ -58,7 +58,7 @@ class AttentionBlock:
         self.norm: Norm = norm_of(layer.input_layernorm)
         self._index: int = attention.layer_index
         self._scale: float = attention.softmax_scale
-        self._limits: dict[str, Any] = attention.limits
+        self._limits: dict[str, Any] = attention.attend_options
         self._rotary = rotary
         self._head_dim: int = attention.hidden_size_per_attention_head
         self._heads: int = attention.num_attention_heads_per_partition
@@ -116,6 +116,7 @@ class AttentionBlock:
             context.slot_mapping, attended, scale=self._scale, cos_sin=self._rotary,
             q_weight=q_weight, k_weight=k_weight, eps=eps,
             scales=None if context.scales is None else context.scales[self._index],
+            sinks=self._limits.get("sinks"),
         )  # fmt: skip
         return self._projection(attended, residual, reader)
 
