@@ -313,7 +313,7 @@ class DecodeAttention:
         read = heads.read_tokens(capacity)
         splits = kv_splits(read, self._cluster, macros["SPLIT_TOKENS"])
         resident = max(1, CTAS_PER_SM * sm_count // self._cluster)
-        self._window = heads.window
+        self._window, self._has_sinks = heads.window, heads.sinks
         items = rows * heads.kv_heads * heads.shares
         self._clusters = min(resident, items * splits)
         queries = rows * heads.kv_heads * heads.group * heads.window
@@ -375,11 +375,10 @@ class DecodeAttention:
             float(scale * 1.4426950408889634), out, qkv.shape[0] // self._window, *self.workspace,
         )  # fmt: skip
         arguments = plain if scales is None else E4m3AttentionArguments(*plain, scales)
-        grid = self._cluster * self._clusters, 1, 1
-        if sinks is None:
-            self._kernel.launch(grid, arguments)
-        else:
-            self._kernel.launch(grid, arguments, SinkArguments(sinks))
+        if (sinks is not None) != self._has_sinks:
+            raise TypeError("the heads have sinks, or have none: what is given says otherwise")
+        records = (arguments,) if sinks is None else (arguments, SinkArguments(sinks))
+        self._kernel.launch((self._cluster * self._clusters, 1, 1), *records)
 
 
 class DecodeAttentions:

@@ -263,8 +263,8 @@ def test_windows_of_a_step_are_what_the_kernel_takes(monkeypatch: pytest.MonkeyP
 
 @on_both(
     *("lengths", "limits"),
-    gpu=[(_WIDE, {}), (_WIDE, LIMITS[1])],
-    small=[(WIDE_LENGTHS, LIMITS[1])],
+    gpu=[(_WIDE, {}), (_WIDE, LIMITS[1]), (_WIDE, {"sinks": True})],
+    small=[(WIDE_LENGTHS, LIMITS[1]), (WIDE_LENGTHS[:20], {"window": 17, "sinks": True})],
 )
 def test_a_models_own_forward_takes_windows_to_the_kernel(
     device: torch.device,
@@ -277,6 +277,7 @@ def test_a_models_own_forward_takes_windows_to_the_kernel(
         emulator.install(monkeypatch, sm_count=2)
         monkeypatch.setattr(cuda, "unavailable", lambda index: None)
     case = WindowCase(device, WIDE_SMALL, 2, rows_of(2, lengths), limits=limits)
+    limits = case.limits
     context = new_batch(
         params_dtype=torch.bfloat16, num_layers=1, kv_channels=32, num_attention_heads=2,
         max_sequence_length=case.capacity, block_count=1, block_size_tokens=16, device=device,

@@ -167,6 +167,7 @@ class Float64Model:
         if config.position_embedding == "rope":
             query, key = self.rotate(query), self.rotate(key)
         key, value = self.kept(key, value, at)
+        sinks = self.state.get(at + "core_attention.softmax_offset")
         mixed = torch.empty_like(query)
         place = torch.arange(tokens, device=x.device)
         for some in place.split(QUERIES_AT_ONCE):
@@ -177,7 +178,11 @@ class Float64Model:
             scores.masked_fill_(place[seen] > some[:, None], -math.inf)
             if window is not None:
                 scores.masked_fill_(place[seen] <= some[:, None] - window, -math.inf)
-            mixed[some] = torch.einsum("kgts,skd->tkgd", scores.softmax(-1), value[seen, :, 0])
+            if sinks is not None:  # in front of the tokens, as one without a value
+                column = sinks.view(kv_heads, group, 1, 1).expand(-1, -1, len(some), 1)
+                scores = torch.cat((column, scores), -1)
+            weights = scores.softmax(-1)[..., -len(key[seen]) :]
+            mixed[some] = torch.einsum("kgts,skd->tkgd", weights, value[seen, :, 0])
         return self.linear(mixed.reshape(tokens, -1), at + "linear_proj")
 
     def kept(self, key: Tensor, value: Tensor, at: str) -> tuple[Tensor, Tensor]:
