@@ -1,7 +1,7 @@
 """Triton kernels compiled for a GPU, which need not be there, and what they take of shared memory.
 
 A launch inside of :func:`compiling_for` compiles its kernel and runs nothing, so tensors may be
-``meta`` ones of any size.
+``meta`` ones of any size. No kernel may write registers that a product still reads.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 from megatron_async.kernels.shared_memory import HOPPER_BYTES
 from tests.support.interpreter import HAS_TRITON, INTERPRETED
+from tests.support.register_operands import written_too_early
 
 LIMITS = {"H100": HOPPER_BYTES, "A100": 166_912, "L40S": 101_376, "T4": 65_536}
 """Bytes of shared memory that a block may have at most, as these GPUs say."""
@@ -77,6 +78,8 @@ def compiling_for(capability: int | None) -> Iterator[list[Compiled]]:
 
     def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        early = written_too_early(kernel.asm["ptx"])
+        assert not early, (self.__name__, early)
         found.append(
             Compiled(self.__name__, kernel.metadata.shared, kernel.asm["ptx"], kernel.asm["ttir"])
         )

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.kernels.fitting import launch_fitting
+from megatron_async.kernels.register_operands import ended
 
 MOST_ROWS = 256
 """Rows of x at most."""
@@ -96,7 +97,7 @@ def _wide_kernel(
             scale = tl.load(scale_ptr + n * (depth // WIDTH) + group, mask=exists, other=0.0)
             total += tl.dot(w, x) * scale[:, None]
         else:
-            total = tl.dot(w, x, total)
+            total = ended(tl.dot(w, x, total))
         w_ptrs += BLOCK_K
         x_ptrs += BLOCK_K
     if WIDTH == 0:

@@ -23,6 +23,7 @@ import triton.language as tl
 
 from megatron_async.kernels.moe.mxfp4_triton import MISSING, mxfp4_factors, widen_mxfp4
 from megatron_async.kernels.pdl import pdl_enter
+from megatron_async.kernels.register_operands import ended
 
 
 @triton.jit
@@ -68,10 +69,15 @@ def _has_row(bits, t):
 
 
 @triton.jit
-def multiply(x, w, total, SWAP: tl.constexpr, PRECISION: tl.constexpr):
-    """``total + x w^T``, or its transpose: with the weight first, 64 of its rows fill a wgmma."""
+def multiply(
+    x, w, total, SWAP: tl.constexpr, PRECISION: tl.constexpr, WIDENED: tl.constexpr = False
+):  # fmt: skip
+    """``total + x w^T``, or its transpose: with the weight first, 64 of its rows fill a wgmma.
+    ``WIDENED``: the weight was made in registers."""
     if SWAP:
         total = tl.dot(w, tl.trans(x), total, input_precision=PRECISION)
+        if WIDENED:
+            total = ended(total)
     else:
         total = tl.dot(x, tl.trans(w), total, input_precision=PRECISION)
     return total
@@ -205,7 +211,7 @@ def up_kernel(
                 SHARED, COLUMNS, SHARED_COLUMNS,
             )  # fmt: skip
         else:
-            total = multiply(x, w.to(x.dtype), total, SWAP, PRECISION)
+            total = multiply(x, w.to(x.dtype), total, SWAP, PRECISION, E4M3 or MXFP4)
     if SWAP:
         total = tl.trans(total)
     if E4M3 and not OF_GROUPS:
@@ -309,7 +315,7 @@ def down_kernel(
         if E4M3:
             total = multiply_e4m3(x, w, scale, total, SWAP, PRECISION)
         else:
-            total = multiply(x, w.to(x.dtype), total, SWAP, PRECISION)
+            total = multiply(x, w.to(x.dtype), total, SWAP, PRECISION, E4M3 or MXFP4)
         next_number = tl.minimum((step + 1) // STEPS, last)
         expert = tl.load(experts_ptr + next_number)
         bits = tl.load(bits_ptr + next_number)

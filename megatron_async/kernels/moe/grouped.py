@@ -144,7 +144,7 @@ def shared_bytes(
         taken += of_rows
         if weight_size is None:
             taken += of_weight
-        elif is_packed or not tile.swap:  # Triton 3.7 needs less for packed ones that come first
+        elif is_packed or not tile.swap:
             taken += widened
     elif is_packed:
         taken += widened

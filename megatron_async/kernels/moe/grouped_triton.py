@@ -7,8 +7,7 @@ and each expert's are cut into tiles of rows. The host reads no count: grids are
 that there may be, and programs of tiles that are not there end at once.
 
 A row's sums depend on the row and on the sizes of the tiles alone. No atomics add anything up.
-Weights may be e4m3 or MXFP4, which are widened as in ``experts_triton.py``; MXFP4 is for tests
-alone until it gives the same bits twice (``models/moe/compute.py``).
+Weights may be e4m3 or MXFP4, which are widened as in ``experts_triton.py``.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -147,7 +146,7 @@ def _products(
             total = multiply_e4m3(x, w, scale, total, SWAP, PRECISION)
             scale = _scales(scale_ptr, row, start + BLOCK_K, DEPTH, COLUMNS)
         else:
-            total = multiply(x, w.to(x.dtype), total, SWAP, PRECISION)
+            total = multiply(x, w.to(x.dtype), total, SWAP, PRECISION, COLUMNS > 0 or MXFP4)
     if SWAP:
         total = tl.trans(total)
     if COLUMNS == DEPTH:

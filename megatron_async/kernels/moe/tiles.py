@@ -79,7 +79,8 @@ def shared_bytes(
     Args:
         weight_size: bytes of an element of weights that are widened; None for those that are not,
             half a byte for MXFP4.
-            An asynchronous product has them in registers if they come first, else in a buffer.
+            An asynchronous product has them in registers if they come first, else in a buffer,
+            through which those of MXFP4 go in any case.
     """
     of_rows = rows * tile.block_k * element_size
     of_weight = int(tile.block_n * tile.block_k * (weight_size or element_size))
@@ -88,9 +89,9 @@ def shared_bytes(
     taken = buffers * (of_rows + of_weight)
     if first >= 64 and element_size == 2 and has_async_products(limit) and tile.stages > 1:
         taken += of_rows
-        if weight_size is None or (is_packed and tile.swap):
+        if weight_size is None:
             taken += of_weight
-        elif not tile.swap:
+        elif is_packed or not tile.swap:
             taken += widened
     elif is_packed:  # numbers of a word go to other threads
         taken += widened

@@ -99,13 +99,12 @@ def _has_rows(tensor: Tensor) -> bool:
 
 
 def _fits(weight: Tensor, scale: Tensor | None) -> bool:
-    """Whether a weight is bfloat16, or e4m3 with scales of 16 columns or more. MXFP4 is not: on an
-    H200 kernels over it gave other bits from run to run, from 1,024 tokens on."""
+    """Whether a weight is bfloat16, MXFP4, or e4m3 with scales of 16 columns or more."""
     if weight.dtype not in KEPT:
         return weight.dtype == torch.bfloat16
-    if scale is None or not scale.is_contiguous() or is_packed(weight):
+    if scale is None or not scale.is_contiguous():
         return False
-    return weight.shape[-1] // scale.shape[-1] % _LEAST_STEP == 0
+    return is_packed(weight) or weight.shape[-1] // scale.shape[-1] % _LEAST_STEP == 0
 
 
 def experts_of(layer: Any, hidden: Tensor, routing: Routing) -> Tensor:

@@ -287,12 +287,27 @@ def test_large_layers(device: str, name: str, tokens: int) -> None:
 
 @on_cuda
 @pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("kind", ["rows", "groups"])
+@pytest.mark.parametrize("kind", ["mxfp4", "rows", "groups"])
 @pytest.mark.parametrize("name", LARGE)
 def test_large_layers_of_other_formats(device: str, name: str, kind: str, tokens: int) -> None:
     layer = Layer(LARGE[name], tokens, device, torch.bfloat16)
     layer.keep(kind)
     layer.check(LIMIT)
+
+
+@on_cuda
+@pytest.mark.parametrize("tokens", [65, 512, 1024, 8192])
+@pytest.mark.parametrize("kind", ["mxfp4", "rows", "groups"])
+def test_widened_weights_give_the_same_bits_twenty_times(
+    device: str, kind: str, tokens: int
+) -> None:
+    """Registers of a product in flight were written once; how many, timing decided."""
+    layer = Layer(LARGE["qwen3-30b-a3b"], tokens, device, torch.bfloat16)
+    layer.keep(kind)
+    first = layer.run()
+    assert relative_error(first, layer.expected().double()) < LIMIT
+    for _ in range(20):
+        assert torch.equal(layer.run(), first)
 
 
 @on_cuda
@@ -399,6 +414,13 @@ def test_tiles_fit_a_gpu(
         assert "griddepcontrol.wait" in kernel.ptx and ".local" not in kernel.ptx
 
 
+@compiles
+def test_products_of_mxfp4_end_before_their_registers_are_written() -> None:
+    """What :func:`compiling_for` checks, of the tile that gave other bits from run to run."""
+    for kernel, _ in compiled_products("qwen3-30b-a3b", "mxfp4", 3):
+        assert "m64n128k16" in kernel.ptx
+
+
 def test_tiles_follow_the_tokens_of_an_expert() -> None:
     limit, few = LIMIT_OF[HOPPER], torch.empty(1, 64, dtype=torch.bfloat16)
     wide = GroupedWeights(few[None], few[None])
@@ -449,7 +471,11 @@ def test_what_the_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not takes(x, numbers[0], second, of_row[0], None), "two formats"
     assert not takes(x, *numbers, there(4, 32, 8, dtype=torch.float32), of_row[1])
     packed = there(4, 32, 32, dtype=PACKED), there(4, 64, 16, dtype=PACKED)
-    assert not takes(x, *packed, *of_row)
+    of_blocks = there(4, 32, 2, dtype=PACKED), there(4, 64, 1, dtype=PACKED)
+    assert takes(x, *packed, *of_blocks)
+    assert not takes(x, *packed, of_blocks[0], None)
+    half = there(4, 32, 64)[..., :32].view(PACKED)
+    assert not takes(x, half, packed[1], *of_blocks), "rows that are not contiguous"
 
 
 @on_cuda

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_async.kernels.gemm.batch_invariant import batch_invariant_mode, is_on
 from megatron_async.models.quantized import linear
 from megatron_async.models.quantized.values import E4M3
+from tests.support.compiled_kernels import HOPPER, compiles, compiling_for, empty
 from tests.support.interpreter import HAS_TRITON, on_devices
 
 if HAS_TRITON:
@@ -68,6 +69,26 @@ def test_chosen_tiles_equal_float64(case: tuple[int, int, int, int]) -> None:
     assert (found.cpu().double() - meant).norm() < 5e-3 * meant.norm()
     again = wide_e4m3.multiply(x, weight, scale)
     assert torch.equal(found, again), "sums have one order"
+
+
+class OnGpu(Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+@compiles
+@pytest.mark.parametrize(("rows", "groups"), [(64, 1), (256, 1), (128, 32)])
+def test_no_product_reads_weights_of_the_next_step(rows: int, groups: int) -> None:
+    """What :func:`compiling_for` checks, of tiles of four warps and of eight."""
+    n, k, half = 28672, 4096, torch.bfloat16
+    x = empty(rows, k, dtype=half).as_subclass(OnGpu)
+    scale = empty(n, groups, dtype=torch.float32)
+    tile = tile_of(n, k, rows, 132)
+    with compiling_for(HOPPER) as found:
+        wide_e4m3.multiply(x, empty(n, k, dtype=E4M3), scale, tile)
+    (kernel,) = found
+    assert "wgmma.mma_async" in kernel.ptx and "fma.rn.bf16x2" in kernel.ptx
 
 
 def test_splits_fill_the_gpu_and_leave_each_part_columns() -> None:
