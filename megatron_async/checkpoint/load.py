@@ -40,6 +40,8 @@ from megatron_async.models.description.config import ModelConfig
 from megatron_async.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megatron_async.checkpoint.reading.distributed_metadata import StoredTensor
 
 
@@ -156,6 +158,14 @@ class ModelFiles:
         from megatron_async.checkpoint.huggingface.huggingface_weights import weights_of
 
         return weights_of(self.directory, self.config, model)
+
+    def cache_scales(self, model: Any) -> Tensor | None:
+        """Scales of keys and values that the directory has for ``model``; None without."""
+        if self.described.own or self.described.distributed is not None:
+            return None
+        from megatron_async.checkpoint.huggingface.huggingface_weights import cache_scales_of
+
+        return cache_scales_of(self.directory, self.config, model)
 
     @property
     def is_packed(self) -> bool:

@@ -257,6 +257,8 @@ class Follower:
                 runner.poison_freed(blocks, slots)
             case messages.Restart():
                 runner.restart()
+            case messages.ChooseScales(stored=stored):
+                runner.choose_scales(stored=stored)
             case messages.Release(engine=number):
                 runner.settle()
                 device.close()

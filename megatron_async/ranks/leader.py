@@ -90,6 +90,13 @@ class LeadingRunner(ModelRunner):
         self._group.tell(messages.Restart(self._engine))
         super().restart()
 
+    def choose_scales(self, *, stored: bool) -> None:
+        self._group.tell(messages.ChooseScales(self._engine, stored))
+        try:
+            super().choose_scales(stored=stored)
+        except RuntimeError as error:
+            raise self._group.explain(error) from error
+
     def release(self) -> None:
         self._group.forget(self._engine)
         self._group.end_steps(self._engine)

@@ -105,6 +105,14 @@ class Restart(Told, frozen=True):
     is_answered: ClassVar[bool] = False
 
 
+class ChooseScales(Told, frozen=True):
+    """``ModelRunner.choose_scales``, in which ranks meet; nothing is in flight."""
+
+    engine: int
+    stored: bool
+    is_answered: ClassVar[bool] = False
+
+
 class Release(Told, frozen=True):
     """``ModelRunner.release``; nothing is in flight."""
 
@@ -208,6 +216,7 @@ Message = (
     | Guesses
     | PoisonFreed
     | Restart
+    | ChooseScales
     | Release
     | ReadWeights
     | ReadShards

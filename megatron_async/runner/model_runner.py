@@ -142,6 +142,7 @@ class ModelRunner:
             self._routes = RoutedExperts(
                 device, routed, entries, most, sizes, keeps_prefixes=keeps_prefixes
             )
+        self._model = model
         self._drafter = make_drafter(batch, max_rows)
         self._guided_drafts: GuidedDrafts | None = None
         if extras and self._drafter is not None:
@@ -247,6 +248,17 @@ class ModelRunner:
         self.wait_ns = 0
         self.device.enqueue(self._reset, "reset")
         self.device.synchronize()
+
+    def choose_scales(self, *, stored: bool) -> None:
+        """Choose the scales of an FP8 cache for new weights. Nothing is in flight, and what the
+        cache has is not read again. See
+        :func:`~megatron_async.runner.memory.cache_scales.choose_scales`."""
+        if self._batch.scales is not None:
+            from megatron_async.runner.memory.cache_scales import choose_scales
+
+            self.device.synchronize()
+            choose_scales(self._model, self._batch, stored=stored)
+            self.device.synchronize()
 
     def launch(self, plan: Plan) -> Ticket:
         """Queue C if there is control, S of the pending logits, H2D and F of ``plan``; returns at
@@ -467,7 +479,7 @@ class ModelRunner:
             self._batch.release()
         for name in (
             "_graphs", "_program", "_packets", "_controls", "_results", "_extras",
-            "_prompt_log_probs", "_hidden_states", "_drafter", "_guided_drafts", "_routes",
+            "_prompt_log_probs", "_hidden_states", "_drafter", "_guided_drafts", "_routes", "_model",
         ):  # fmt: skip
             setattr(self, name, None)
 

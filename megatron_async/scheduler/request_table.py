@@ -341,6 +341,11 @@ class RequestTable:
         if self.prefixes.snapshots is not None:
             self.prefixes.snapshots.check_idle()
 
+    @property
+    def keeps_anything(self) -> bool:
+        """A request that goes on has keys and values, or a recurrent state."""
+        return any(sequence.state in EVICTABLE for sequence in self.sequences.values())
+
     def evictable(self) -> list[Sequence]:
         """Requests that may be evicted."""
         return [s for s in self.sequences.values() if s.state in EVICTABLE]

@@ -66,9 +66,14 @@ def read_weights(
             allow_non_finite_weights=allow_non_finite_weights,
             all_parameters=all_parameters,
         )
-    stored = found.stored(model) if isinstance(found, ModelDirectory) else None
-    if stored is not None:
-        return _place_stored(stored, allow_non_finite_weights=allow_non_finite_weights)
+    scales = None
+    if isinstance(found, ModelDirectory):
+        stored, scales = found.stored(model), found.cache_scales(model)
+        if stored is not None:
+            placement, watched = _place_stored(
+                stored, allow_non_finite_weights=allow_non_finite_weights
+            )
+            return WeightCopy(placement, watched, model, scales)
     given = found.read(model)
     watched = Watched([Path(found.path)] if isinstance(found, WeightsFile) else [])
     placement = place(
@@ -78,19 +83,23 @@ def read_weights(
         allow_non_finite_weights=allow_non_finite_weights,
         all_parameters=all_parameters,
     )
-    return WeightCopy(placement, watched)
+    return WeightCopy(placement, watched, model, scales)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightCopy:
-    """Copies checked weights into a model's parameters when it is called."""
+    """Copies checked weights into a model's parameters when it is called, and what came with them
+    of scales for an FP8 KV cache."""
 
     placement: Placement
     watched: Watched
+    model: GPTModel
+    cache_scales: Tensor | None
 
     def __call__(self) -> None:
         self.watched.check()
         self.placement.copy()
+        vars(self.model)["stored_cache_scales"] = self.cache_scales
 
     def check(self) -> None:
         """Read all that was copied once more; raises IntegrityError where a parameter does not have
@@ -158,9 +167,8 @@ class Placement:
 
 def _place_stored(
     stored: SafetensorsWeights, *, allow_non_finite_weights: bool
-) -> Callable[[], None]:
-    """Check the tensors of a model's files, all of which are there, and find where each goes. The
-    result copies them.
+) -> tuple[Placement, Watched]:
+    """Check the tensors of a model's files, all of which are there, and find where each goes.
 
     Raises:
         CheckpointError: see :func:`read_weights`.
@@ -172,8 +180,7 @@ def _place_stored(
         pairs = zip(tensors.items(), targets, strict=True)
         each = ((name, tensor, target.dtype) for (name, tensor), target in pairs)
         check_finite("the new weights", each)
-    placement = Placement(tensors, list(targets))
-    return WeightCopy(placement, watched)
+    return Placement(tensors, list(targets)), watched
 
 
 def place(

@@ -112,6 +112,19 @@ class ModelDirectory:
         in_place = all(each.may_be_filled_in_place() for each in weights.targets.values())
         return weights if in_place else None
 
+    def cache_scales(self, model: GPTModel) -> Tensor | None:
+        """Those that it has for an FP8 KV cache of ``model``, as
+        :attr:`~megatron_async.models.gpt.Inference.stored_cache_scales`.
+
+        Raises:
+            CheckpointError: one is no scale.
+        """
+        if random_shape(self.path) is not None:
+            return None
+        from megatron_async.checkpoint.load import ModelFiles
+
+        return ModelFiles.at(self.path).cache_scales(model)
+
     def read(self, model: GPTModel) -> Mapping[str, Any]:
         """The state dict of this rank's share, in the dtype of ``model``. A directory of another
         model is refused by its config.json and its headers."""

@@ -54,6 +54,7 @@ class Loop(Protocol):
         path: str | None,
         *,
         recompute_kv_cache: bool,
+        cache_scales: bool,
         restarted: Callable[[int], bool] | None,
     ) -> None: ...
 
@@ -202,7 +203,7 @@ def replace_weights(
         CheckpointError: the weights do not fit, or are not finite and must be; the old ones stay.
         RequestError: requests that a sink gets the tokens of were to be restarted.
     """
-    from megatron_async.weights.source import source_of
+    from megatron_async.weights.source import ModelDirectory, source_of
 
     _check_partial_rollouts(partial_rollouts, weights.engines)
     restarts = partial_rollouts == RESTART
@@ -213,7 +214,8 @@ def replace_weights(
             if allow is None:
                 allow = wanted.config.allow_non_finite_weights
             wanted.sleep_mode.check_weights()
-            path = source_of(source).path
+            found = source_of(source)
+            path = found.path
             # A directory is whole, and a file may have some alone.
             is_whole = path is None and not partial_update
             replace = wanted.model.read_weights(
@@ -241,6 +243,7 @@ def replace_weights(
                     engine.loop.adopt_weights(
                         path,
                         recompute_kv_cache=recompute_kv_cache,
+                        cache_scales=isinstance(found, ModelDirectory),
                         restarted=_not_streamed(engine) if restarts else None,
                     )
                     engine.sleep_mode.weights_replaced()

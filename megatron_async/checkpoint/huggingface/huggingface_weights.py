@@ -369,11 +369,23 @@ def load_weights(directory: Path, config: ModelConfig, model: torch.nn.Module) -
     weights_of(directory, config, model).load()
     values = read_json(directory / "config.json")
     vars(model)["huggingface_names"] = family_of(values).names  # for new weights under these
-    if not is_plain(directory, values):
-        from megatron_async.checkpoint.quantized.cache_scales import read_cache_scales
+    vars(model)["stored_cache_scales"] = cache_scales_of(directory, config, model)
 
-        scales = read_cache_scales(stored_headers(directory), config.num_layers, Stage.of(model))
-        vars(model)["stored_cache_scales"] = scales
+
+def cache_scales_of(
+    directory: Path, config: ModelConfig, model: torch.nn.Module
+) -> Tensor | None:
+    """Fp32 ``[layers of this stage, 2]``: the scales of keys and values that ``directory`` has for
+    an FP8 KV cache; None if there are none.
+
+    Raises:
+        CheckpointError: see :func:`~megatron_async.checkpoint.quantized.cache_scales.read_cache_scales`.
+    """
+    if is_plain(directory, read_json(directory / "config.json")):
+        return None
+    from megatron_async.checkpoint.quantized.cache_scales import read_cache_scales
+
+    return read_cache_scales(stored_headers(directory), config.num_layers, Stage.of(model))
 
 
 def weights_of(directory: Path, config: ModelConfig, model: torch.nn.Module) -> SafetensorsWeights:

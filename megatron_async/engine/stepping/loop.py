@@ -451,11 +451,13 @@ class DecodeLoop:
         source: str | None,
         *,
         recompute_kv_cache: bool,
+        cache_scales: bool = False,
         restarted: Callable[[int], bool] | None = None,
     ) -> None:
         """The weights are new: what the old ones computed is not used for new prompts again, and
         with ``recompute_kv_cache`` not for running requests either. Those whose key is
-        ``restarted`` begin again behind their prompts."""
+        ``restarted`` begin again behind their prompts. Scales of an FP8 cache are chosen anew if
+        nobody has anything there, with ``cache_scales`` those that came with the weights."""
         self._note(UpdateWeights(source, recompute_kv_cache, restarted is not None))
         if restarted is not None:
             for key in list(self._outputs.keys.values()):
@@ -467,6 +469,8 @@ class DecodeLoop:
         if recompute_kv_cache:
             self._scheduler.evict_all()
         self._scheduler.table.forget_prefixes()
+        if not self._scheduler.table.keeps_anything:
+            self._runner.choose_scales(stored=cache_scales)
         self._scheduler.weights_changed()
         self._publish_events()
         self._outputs.weight_version += 1

@@ -1,4 +1,5 @@
-"""Scales of a KV cache of e4m3, chosen when an engine starts: the same in each run, whatever comes.
+"""Scales of a KV cache of e4m3, chosen when an engine starts, and for new weights as soon as the
+cache is empty: the same in each run, whatever comes.
 
 Those that a checkpoint has are taken, as the next powers of two. Else fixed tokens go through the
 model once, as a prompt whose keys and values are kept in its own dtype, and each head's largest
@@ -22,16 +23,23 @@ SPREAD = 2654435761
 
 
 @torch.no_grad()
-def choose_scales(network: Any, batch: ForwardBatch) -> None:
-    """Fill ``batch.scales``, before anything is kept; of a model's ranks all call it at once, since
-    the tokens go through all stages. Layers that draft keep scales of 1."""
+def choose_scales(network: Any, batch: ForwardBatch, *, stored: bool = True) -> None:
+    """Fill ``batch.scales``, while nothing is kept; of a model's ranks all call it at once, since
+    the tokens go through all stages. Layers that draft keep scales of 1.
+
+    Args:
+        stored: those that the model's checkpoint has are of the weights that it has now; else they
+            are forgotten.
+    """
     scales = batch.scales
+    if not stored:
+        vars(network.model)["stored_cache_scales"] = None
     if scales is None or not scales.numel():
         return
     spec = replace(network.kv_cache_spec.decoder, kept=None)
-    stored = getattr(network.model, "stored_cache_scales", None)
-    if stored is not None and spec.latent_rank is None and len(stored) == spec.num_layers:
-        scales[: len(stored)] = nearest_above(stored).to(scales)[..., None]
+    given = getattr(network.model, "stored_cache_scales", None)
+    if given is not None and spec.latent_rank is None and len(given) == spec.num_layers:
+        scales[: len(given)] = nearest_above(given).to(scales)[..., None]
         return
     count = min(TOKENS, network.max_sequence_length)
     ids = torch.arange(1, count + 1, device=network.device) * SPREAD // 64 % network.vocab_size

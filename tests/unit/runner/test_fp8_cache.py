@@ -230,6 +230,71 @@ def test_sleep_and_new_weights() -> None:
         assert found_by(engine) == meant
 
 
+def with_larger_keys(engine: DynamicInferenceEngine, power: int) -> dict[str, torch.Tensor]:
+    """The same model, whose keys are ``2 ** power`` times larger and its queries smaller."""
+    state = {k: v.detach().clone() for k, v in engine.model.weights_owner.named_parameters()}
+    config = engine.model.weights_owner.config
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    for name, weight in state.items():
+        if "linear_qkv.weight" in name or "linear_qkv.bias" in name:
+            rows = weight.unflatten(0, (groups, heads // groups + 2, -1))
+            rows[:, :-2] *= 2.0**-power
+            rows[:, -2] *= 2.0**power
+    return state
+
+
+def updated_in_flight(depth: int, power: int, **options: Any) -> list[Any]:
+    """Tokens of requests that get new weights after six steps, one of them paused, and the scales
+    before and behind."""
+    params = [
+        SamplingParams(
+            temperature=temperature, seed=n, num_tokens_to_generate=8, termination_id=-1,
+            return_log_probs=True, skip_prompt_log_probs=True,
+        )
+        for n, temperature in enumerate((0.0, 1.0, 0.7))
+    ]  # fmt: skip
+    prompts = [9] * 5, [9] * 17, [9] * 17 + [50, 51]
+    with engine_at(depth) as engine:
+        scales = engine.runner._program._batch.scales
+        before = scales.clone()
+        done = [engine.add_request(n, prompts[n], params[n]) for n in range(2)]
+        for step in range(6):
+            engine.step_modern()
+            if step == 3:
+                engine.pause_request(0)
+        engine.update_weights(with_larger_keys(engine, power), **options)
+        done.append(engine.add_request(2, prompts[2], params[2]))
+        engine.step_modern()
+        engine.resume_request(0)
+        while engine.has_unfinished_requests():
+            engine.step_modern()
+        found = [each.result() for each in done]
+        assert len(found[0].weight_spans) == 2
+        tokens = [(each.generated_tokens, each.generated_log_probs) for each in found]
+        return [tokens, before, scales.clone()]
+
+
+@pytest.mark.parametrize("depth", some([0, 1, 2, 4], 2))
+def test_scales_follow_new_weights_at_all_depths(depth: int) -> None:
+    """Keys are 64 times larger, and queries smaller: all that is rounded keeps its bits, unless a
+    key is divided by the scale of the old ones."""
+    meant, before, same = updated_in_flight(0, 0)
+    assert same.equal(before)
+    tokens, old, new = updated_in_flight(depth, 6)
+    assert tokens == meant
+    assert old.equal(before) and new[:, 0].equal(64 * old[:, 0])
+    assert new[:, 1].equal(old[:, 1])
+
+
+def test_scales_stay_while_requests_go_on_over_what_they_have() -> None:
+    _, before, after = updated_in_flight(1, 6, recompute_kv_cache=False)
+    assert after.equal(before)
+    with engine_at(1) as engine:
+        scales = engine.runner._program._batch.scales
+        engine.update_weights(with_larger_keys(engine, 6), recompute_kv_cache=False)
+        assert scales[:, 0].equal(64 * before[:, 0]), "nobody has anything in the cache"
+
+
 FORMS = {
     "compressed": "model.layers.{}.self_attn.{}_scale",
     "modelopt": "model.layers.{0}.self_attn.{1}_proj.{1}_scale",
@@ -255,6 +320,31 @@ def test_scales_of_a_checkpoint_are_taken(form: str, tmp_path: Path) -> None:
         found = engine.runner._program._batch.scales
         assert found[..., 0].tolist() == [[2**-5, 0.5], [0.5, 4.0]]
         assert found.equal(found[..., :1].expand_as(found))
+
+
+def test_scales_come_with_a_directory_and_go_with_other_weights(tmp_path: Path) -> None:
+    scales = {(0, "k"): 0.03, (0, "v"): 0.5, (1, "k"): 0.26, (1, "v"): 3.0}
+    path = with_cache_scales(tmp_path, "compressed", scales)
+    other = with_cache_scales(tmp_path / "other", "compressed", dict.fromkeys(scales, 8.0))
+    plain = tmp_path / "plain"
+    with engine_at(0, path) as engine:
+        found = engine.runner._program._batch.scales
+        stored = found.clone()
+        state = {k: v.clone() for k, v in engine.model.weights_owner.named_parameters()}
+        engine.update_weights(other)
+        assert found.eq(8).all()
+        engine.update_weights(state)
+        measured = found.clone()
+        assert not measured.eq(8).all() and not measured.equal(stored)
+        engine.update_weights(path)
+        assert found.equal(stored)
+        engine.update_weights(plain)
+        assert not found.equal(stored) and found.log2().frac().eq(0).all()
+        bad = with_cache_scales(tmp_path / "bad", "compressed", dict.fromkeys(scales, 0.0))
+        kept = found.clone()
+        with pytest.raises(CheckpointError, match="k_scale has 1 of 1 scales"):
+            engine.update_weights(bad)
+        assert found.equal(kept)
 
 
 @pytest.mark.parametrize("missing", ((1, "v"), None))
