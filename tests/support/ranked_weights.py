@@ -173,6 +173,31 @@ def under_way(engine: DynamicInferenceEngine, new: Any, partial_rollouts: str) -
     }
 
 
+def with_larger_keys(engine: DynamicInferenceEngine, weights: dict[str, Tensor]) -> Any:
+    """The same model, whose keys are 64 times larger and its queries smaller."""
+    config = engine.model.network.model.config
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    state = {name: value.clone() for name, value in weights.items()}
+    for name, value in state.items():
+        if "linear_qkv.weight" in name or "linear_qkv.bias" in name:
+            rows = value.unflatten(0, (groups, heads // groups + 2, -1))
+            rows[:, :-2] /= 64
+            rows[:, -2] *= 64
+    return state
+
+
+def in_e4m3(engine: DynamicInferenceEngine, weights: dict[str, Tensor]) -> Found:
+    """New weights over an FP8 KV cache, whose scales all ranks choose anew."""
+    config = dataclasses.replace(CONFIG, kv_cache_dtype="fp8", enable_sleep_mode=False)
+    engine.update_weights(weights)
+    with engine.with_config(config) as other:
+        return {
+            "old": tokens_of(other),
+            "continued": under_way(other, with_larger_keys(engine, weights), "continue")["tokens"],
+            "new": tokens_of(other),
+        }
+
+
 def slept(engine: DynamicInferenceEngine, old: dict[str, Tensor], new: dict[str, Tensor]) -> Found:
     """Requests that run while the engine sleeps, with its weights and without; then the old ones
     are back."""
@@ -265,7 +290,7 @@ def case(engine: DynamicInferenceEngine, folder: Path, model: str, *, alone: boo
     found["new"] = tokens_of(engine)
     found["restarted"] = under_way(engine, old, "restart")
     if alone:
-        return found
+        return found | {"e4m3": in_e4m3(engine, old)}
     found["sleep"] = slept(engine, old, new)
     found["some"] = update(engine, {name: new[name] for name in list(new)[::2]}, partly)
     found["lacks"] = refused(lambda: engine.update_weights({PROJECTION: new[PROJECTION]}))
@@ -279,7 +304,7 @@ def case(engine: DynamicInferenceEngine, folder: Path, model: str, *, alone: boo
     else:
         partly(engine, {PROJECTION: old[PROJECTION]})
         found["file"] = update(engine, folder / f"{model}-new" / "model.safetensors")
-    return found
+    return found | {"e4m3": in_e4m3(engine, old)}
 
 
 def update(

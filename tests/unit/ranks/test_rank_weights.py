@@ -67,8 +67,17 @@ def test_each_rank_has_its_share_of_whole_tensors(name: str, folder: Path) -> No
     assert all(several[way] == several["directory"] != several["some"] for way in ways)
     assert "the new weights lack " in several["lacks"] and "partial" in several["lacks"]
     digests = (folder / f"{name}.1").read_text().split()
-    new, old, after_sleep, _, some, directory, _, shared, _, last = digests
+    new, old, after_sleep, _, some, directory, _, shared, _, last, again, _ = digests
+    assert again == old
     assert new == after_sleep == directory == shared == last and len({new, old, some}) == 3
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_ranks_choose_scales_of_an_fp8_cache_for_new_weights(name: str, folder: Path) -> None:
+    """Keys are 64 times larger, and queries smaller: tokens stay if no rank cuts keys off."""
+    for found in found_in(folder, name):
+        cached = found["e4m3"]
+        assert cached["old"] == cached["continued"] == cached["new"]
 
 
 @pytest.mark.parametrize("name", CASES)
