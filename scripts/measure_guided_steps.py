@@ -45,7 +45,9 @@ class LittleModel(Network):
     def __init__(self, vocab_size: int, length: int) -> None:
         self.vocab_size, self.max_sequence_length = vocab_size, length
         self.logits_dtype = torch.float32
-        self.kv_cache_spec = KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=1, dtype=torch.float32)
+        self.kv_cache_spec = KVCacheSpec(
+            num_layers=1, num_kv_heads=1, head_dim=1, dtype=torch.float32
+        )
         self._ids = torch.arange(vocab_size)
 
     def forward(
@@ -138,7 +140,9 @@ def measured(engine: DynamicInferenceEngine, rows: int, clock: Clock, profile: A
         items = list(SCHEMAS.values())[number % len(SCHEMAS)]
         endless = {"type": "array", "items": items, "minItems": MANY}
         params = SamplingParams(
-            temperature=number % 2, seed=number, num_tokens_to_generate=engine.config.max_sequence_length - 80,
+            temperature=number % 2,
+            seed=number,
+            num_tokens_to_generate=engine.config.max_sequence_length - 80,
             termination_id=-1,
             structured_outputs={"json": endless, "disable_any_whitespace": True},
         )
@@ -155,11 +159,17 @@ def measured(engine: DynamicInferenceEngine, rows: int, clock: Clock, profile: A
             engine.step_modern()
         took = time.perf_counter_ns() - started - (clock.waited - waited)
         tokens = (engine.counters.tokens_committed - tokens) / STEPS
-        found.append((took / STEPS / 1e3, (clock.launching - launching) / STEPS / 1e3, tokens / rows))
+        found.append(
+            (took / STEPS / 1e3, (clock.launching - launching) / STEPS / 1e3, tokens / rows)
+        )
     if profile is not None:
         profile.disable()
     assert engine.scheduler.unfinished_count == rows, "a row has ended"
-    return [min(each[0] for each in found), min(each[1] for each in found), sum(e[2] for e in found) / ROUNDS]
+    return [
+        min(each[0] for each in found),
+        min(each[1] for each in found),
+        sum(e[2] for e in found) / ROUNDS,
+    ]
 
 
 def main() -> None:
@@ -173,7 +183,9 @@ def main() -> None:
     args = parser.parse_args()
     clock = Clock()
     if args.tokenizer is None:
-        tokenizer = Tokenizer.from_directory(Path(megatron_async.__file__).parent / "assets" / "tiny")
+        tokenizer = Tokenizer.from_directory(
+            Path(megatron_async.__file__).parent / "assets" / "tiny"
+        )
     else:
         tokenizer = Tokenizer(tokenizers.Tokenizer.from_file(str(args.tokenizer)))
     for each in clocked(clock):
@@ -185,9 +197,14 @@ def main() -> None:
             clock._queued.clear()
             config = config_of(way, rows, args.drafts, args.depth)
             network = LittleModel(tokenizer.vocab_size, config.max_sequence_length)
-            with DynamicInferenceEngine(ServedModel(network=network, tokenizer=tokenizer), config) as engine:
+            with DynamicInferenceEngine(
+                ServedModel(network=network, tokenizer=tokenizer), config
+            ) as engine:
                 host, launch, tokens = measured(engine, rows, clock, profile)
-            print(f"| {rows} | {way} | {host:.0f} | {launch:.0f} | {tokens:.2f} | {host / tokens / rows:.0f} | {launch/tokens/rows:.0f} |", flush=True)
+            print(
+                f"| {rows} | {way} | {host:.0f} | {launch:.0f} | {tokens:.2f} | {host / tokens / rows:.0f} | {launch / tokens / rows:.0f} |",
+                flush=True,
+            )
             if profile is not None:
                 pstats.Stats(profile).sort_stats("tottime").print_stats(45)
 

@@ -1,11 +1,12 @@
 """Graphs of a step: for each row bucket and window S alone, H2D -> F, all three in one, and these
 behind C, those with an S in them in a plain and in an extended variant; for each token bucket and
-window H2D -> F of a step with prefill chunks."""
+window H2D -> F of a step with prefill chunks. Where guided rows draft, also H2D -> F of windows
+with what comes between S and it, by itself and behind the extended S."""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 
@@ -85,6 +86,7 @@ class StepGraphs:
         extended: the variants of S.
         capture_mixed: capture those steps too, up to MAX_CAPTURED_TOKENS tokens. The others
             launch the same kernels one by one.
+        between: work between S and H2D of guided windows; None where there are none.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class StepGraphs:
         *,
         extended: tuple[bool, ...],
         capture_mixed: bool,
+        between: Callable[[], None] | None = None,
     ) -> None:
         self.buckets = buckets
         self.token_buckets = token_buckets
@@ -111,6 +114,9 @@ class StepGraphs:
         self._forward: dict[tuple[int, int], Graph] = {}
         self._step: dict[SampleShape, Graph] = {}
         self._controlled_step: dict[SampleShape, Graph] = {}
+        self._between = between
+        self._guided_forward: dict[tuple[int, int], Graph] = {}
+        self._guided_step: dict[SampleShape, Graph] = {}
         self._control: Graph | None = None
         self._mixed: dict[tuple[int, int], Graph] = {}
 
@@ -135,10 +141,12 @@ class StepGraphs:
     @property
     def graph_count(self) -> int:
         """Graphs that :meth:`capture` makes: for each row bucket and window H2D -> F and three of
-        each variant of S, and a further S for windows below the largest; for each token bucket and
-        window one of steps with prefill chunks; and C."""
+        each variant of S, and a further S for windows below the largest; two of guided windows;
+        for each token bucket and window one of steps with prefill chunks; and C."""
         windows = len(self._windows)
         of_bucket = windows + (4 * windows - 1) * len(self._extended)
+        if self._between is not None:
+            of_bucket += 2 * (windows - 1)
         return of_bucket * len(self.buckets) + len(self._captured_tokens) * windows + 1
 
     def capture(self) -> Iterator[int]:
@@ -168,6 +176,16 @@ class StepGraphs:
             self._step[of] = capture(partial(self._step_work, of), f"{s} H2D F")
             controlled = partial(self._controlled_work, of)
             self._controlled_step[of] = capture(controlled, f"C {s} H2D F")
+        if self._between is not None and window > 1:
+            self._capture_guided(self._between, SampleShape(rows, window, window - 1, True))
+
+    def _capture_guided(self, between: Callable[[], None], of: SampleShape) -> None:
+        """The graphs of decode steps of a window that guided rows have."""
+        forward = partial(self._forward_work, of.rows, of.window, between)
+        self._guided_forward[of.rows, of.window] = self._device.capture(forward, "H2D F")
+        s = "T+" if self._program.takes_samples else "S+"
+        step = partial(self._step_work, of, between)
+        self._guided_step[of] = self._device.capture(step, f"{s} H2D F")
 
     def control(self) -> Graph:
         """C alone, in front of steps that replay more than one graph."""
@@ -187,6 +205,14 @@ class StepGraphs:
         before, which is sampled; with control C -> S -> H2D -> F."""
         return (self._controlled_step if controlled else self._step)[sampled]
 
+    def guided_forward(self, rows: int, window: int) -> Graph:
+        """:meth:`forward` with what comes between S and it; a window of several tokens."""
+        return self._guided_forward[rows, window]
+
+    def guided_step(self, sampled: SampleShape) -> Graph | None:
+        """:meth:`step` with the same; None where S is another one than that of such windows."""
+        return self._guided_step.get(sampled)
+
     def launch_mixed(self, shape: StepShape, targets: PromptTargets | None, plan: Plan) -> None:
         """H2D -> F of a step with prefill chunks, from its graph if it has one. There is none for
         steps with log-probabilities of prompts."""
@@ -200,10 +226,11 @@ class StepGraphs:
     def release(self) -> None:
         """Drop all graphs: on the CPU what they replay refers back to this object."""
         for graphs in (
-            self._sample, self._forward, self._step, self._controlled_step, self._mixed
+            self._sample, self._forward, self._step, self._controlled_step, self._mixed,
+            self._guided_forward, self._guided_step,
         ):  # fmt: skip
             graphs.clear()
-        self._control = None
+        self._control = self._between = None
 
     def _mixed_work(
         self,
@@ -214,7 +241,11 @@ class StepGraphs:
         self._program.load_mixed(shape)
         self._program.forward_mixed(shape, targets, placed)
 
-    def _forward_work(self, rows: int, window: int) -> None:
+    def _forward_work(
+        self, rows: int, window: int, between: Callable[[], None] | None = None
+    ) -> None:
+        if between is not None:
+            between()
         self._program.load_decode(rows, window)
         self._program.forward_decode(rows, window)
 
@@ -222,9 +253,9 @@ class StepGraphs:
         self._program.sample(sampled)
         self._program.finish_sends()
 
-    def _step_work(self, sampled: SampleShape) -> None:
+    def _step_work(self, sampled: SampleShape, between: Callable[[], None] | None = None) -> None:
         self._program.sample(sampled)
-        self._forward_work(sampled.rows, sampled.window)
+        self._forward_work(sampled.rows, sampled.window, between)
         self._program.finish_sends()
 
     def _controlled_work(self, sampled: SampleShape) -> None:

@@ -21,17 +21,18 @@ NO_TOKEN = -1
 
 
 class GuidedDrafts:
-    """Work of its own on the stream, a graph and a few operations: steps whose rows nothing guides
-    have none of it.
+    """Work on the stream between S and a forward, inside of graphs of their own where the forward
+    has windows: steps whose rows nothing guides have none of it.
 
     Invariant: a ticket's drafts are taken or left before its tokens are, so that no more are on
     their way than tickets are in flight.
 
     Args:
         entries: most tickets in flight, and one more.
+        most_rows: of a step.
     """
 
-    def __init__(self, device: Device, slots: SlotState, entries: int) -> None:
+    def __init__(self, device: Device, slots: SlotState, entries: int, most_rows: int) -> None:
         self._device = device
         self._slots = slots
         self._shape = slots.drafts.shape
@@ -45,15 +46,24 @@ class GuidedDrafts:
         self._guesses: dict[int, Sequence[Guess]] = {}
         """By ticket whose S has not been launched."""
         rows, count = self._shape
+        width = 2 + (1 + count) ** 2
         # Entries begin at multiples of 16 bytes: a kernel is compiled once for all.
-        size = -(-rows * (2 + (1 + count) ** 2) // 4) * 4
+        size = -(-rows * width // 4) * 4
         pinned = slots.drafts.device.type == "cuda"
         self._words = torch.zeros(entries, size, dtype=torch.int32, pin_memory=pinned)
         """Guesses on their way, which the device reads itself. What follows those of ticket n is
         ahead of F(n + 1), which is over before ticket n + entries is guessed."""
+        self._packets = device.packet_ring(entries, most_rows * width)
+        self._rode = 0
+        """Packets claimed: at most one for each ticket launched, so that the ring, whose entries
+        outlive the tickets in flight, never wraps onto one that is not read."""
+        none = Guess(rows - 1, 0, ((),))  # it fits no row
+        self._no_guesses = np.full((most_rows, width), NO_TOKEN, np.int32)
+        self._no_guesses[:] = packed([none], 1 + count, 1 + count)
+        self._given = torch.from_numpy(self._no_guesses).to(slots.drafts.device, copy=True)
         self._showing = device.capture(self._publish, "drafts")
-        # What a first guess would compile or load is made now; this one fits no row.
-        self._follow_behind(0, [Guess(rows - 1, 0, ((),))])
+        # What a first guess would compile or load is made now.
+        self._follow_behind(0, [none])
 
     def admit(self, slot: int, *, is_guided: bool) -> None:
         """A request takes ``slot``."""
@@ -71,6 +81,26 @@ class GuidedDrafts:
         """Some row that brings several tokens is guided."""
         pairs = zip(rows.slots, rows.windows, strict=False)
         return any(window > 1 and slot in self._guided for slot, window in pairs)
+
+    def ride(self, plan: Plan, sampled: int) -> None:
+        """The next graph has :meth:`work_between`, ahead of the forward of the plan and behind the
+        S of ticket ``sampled``: give it what that S is guessed to sample."""
+        entry = self._packets.claim(self._rode).reshape(self._no_guesses.shape)
+        self._rode += 1
+        entry[:] = self._no_guesses
+        guesses = self._guesses.pop(sampled, None)
+        if guesses:
+            width = 1 + self._shape[1]
+            entry[: len(guesses)] = packed(guesses, width, width)
+        self._numbers[plan.number] = self._next
+        self._next += 1
+
+    def work_between(self) -> None:
+        """Follow the guesses that are given, and show what the forward runs over: both in one, for
+        graphs of a whole launch."""
+        self._packets.read(self._given.view(-1), self._given.numel())
+        self._follow(self._given)
+        self._publish()
 
     # --- to the host --------------------------------------------------------------------------
 
@@ -146,20 +176,26 @@ class GuidedDrafts:
         self._guided.clear()
         self._guesses.clear()
         self._next, self._last = 0, NO_TICKET
+        self._rode = 0
+        self._packets.restart()
         self._ring.restart()
 
 
-def packed(guesses: Sequence[Guess], width: int) -> Ints:
+def packed(guesses: Sequence[Guess], width: int, places: int | None = None) -> Ints:
     """Guesses as int32 ``[R, 2 + places * width]``: the slot, the length before the window, and
-    ``width`` tokens for each place of it, NO_TOKEN where none is guessed."""
-    places = max(len(each.tokens) for each in guesses)
-    words = np.full((len(guesses), 2 + places * width), NO_TOKEN, np.int32)
-    for row, (slot, length, tokens) in zip(words, guesses, strict=True):
-        row[:2] = slot, length
-        for place, run in enumerate(tokens):
-            at = 2 + place * width
-            row[at : at + min(len(run), width)] = run[:width]
-    return words
+    ``width`` tokens for each place of it, NO_TOKEN where none is guessed. Without ``places`` there
+    are as many as some guess has."""
+    if places is None:
+        places = max(len(each.tokens) for each in guesses)
+    words: list[int] = []
+    for slot, length, tokens in guesses:
+        end = len(words) + 2 + places * width
+        words += (slot, length)
+        for run in tokens:
+            words += run[:width]
+            words += (NO_TOKEN,) * (width - len(run))
+        words += (NO_TOKEN,) * (end - len(words))
+    return np.array(words, np.int32).reshape(len(guesses), -1)
 
 
 def follow_guesses(

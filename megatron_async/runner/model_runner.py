@@ -148,7 +148,7 @@ class ModelRunner:
         if extras and self._drafter is not None:
             from megatron_async.runner.guided_drafts import GuidedDrafts
 
-            self._guided_drafts = GuidedDrafts(device, batch.slots, entries)
+            self._guided_drafts = GuidedDrafts(device, batch.slots, entries, max_rows)
         self._program = StepProgram(
             device,
             batch,
@@ -175,6 +175,7 @@ class ModelRunner:
             windows,
             extended=(False, True) if extras else (False,),
             capture_mixed=capture_mixed,
+            between=None if self._guided_drafts is None else self._guided_drafts.work_between,
         )
         self.pending: Ticket | None = None
         self._unsampled: deque[Ticket] = deque()
@@ -298,6 +299,8 @@ class ModelRunner:
             sampled = unsampled.popleft()
             self.device.sampled = sampled.number
             graphs.step(sampled.sampled, controlled=bool(plan.control)).replay()
+        elif is_decode and due == 1 and guided is not None and plan.window > 1:
+            self._launch_guided(guided, plan, rows)
         else:
             if plan.control:
                 graphs.control().replay()
@@ -321,6 +324,23 @@ class ModelRunner:
         unsampled.append(ticket)
         self._launched = plan.number + 1
         return ticket
+
+    def _launch_guided(self, guided: GuidedDrafts, plan: Plan, rows: int) -> None:
+        """The graphs of a decode step with windows of guided rows, behind one S: one graph where
+        the step before had its shape, else two; and C."""
+        graphs, sampled = self._graphs, self._unsampled[0]
+        if plan.control:
+            graphs.control().replay()
+        guided.ride(plan, sampled.number)
+        is_steady = sampled.sampled[:3] == (rows, plan.window, plan.window - 1)
+        step = graphs.guided_step(sampled.sampled) if is_steady else None
+        if step is None:
+            self._sample_oldest()
+            graphs.guided_forward(rows, plan.window).replay()
+        else:
+            self._unsampled.popleft()
+            self.device.sampled = sampled.number
+            step.replay()
 
     def _start_hidden_states(self) -> None:
         from megatron_async.runner.hidden_states import PromptHiddenStates

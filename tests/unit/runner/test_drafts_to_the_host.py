@@ -33,7 +33,7 @@ class Rig:
             last_token=torch.zeros(SLOTS + 1, dtype=torch.int64),
             kv_length=torch.zeros(SLOTS + 1, dtype=torch.int64),
         )
-        self.drafts = GuidedDrafts(self.device, self.state, ENTRIES)
+        self.drafts = GuidedDrafts(self.device, self.state, ENTRIES, SLOTS)
         self.drafts.admit(1, is_guided=True)
 
     def show(self, number: int) -> None:
@@ -75,6 +75,38 @@ def test_drafts_that_nobody_takes_make_room(rig: Rig) -> None:
     rig.drafts.admit(1, is_guided=True)
     rig.show(0)
     assert rig.take(0) == [0]
+
+
+def test_a_graph_follows_the_guesses_of_its_launch_and_shows_what_comes_of_them(rig: Rig) -> None:
+    """A launch after the other, with guesses and without, some of which nobody takes."""
+    device, state, followed = rig.device, rig.state, 0
+    between = device.capture(rig.drafts.work_between, "drafts")
+    for number in range(1, 6 * ENTRIES):
+        device.results_taken = number - 1  # type: ignore[attr-defined]
+
+        def sampled(number: int = number) -> None:
+            state.drafts.fill_(number)
+            state.last_token.fill_(50)
+            state.kv_length.fill_(9)
+
+        device.enqueue(sampled, "S")
+        right = number % 4
+        if right in (1, 2):
+            run = (49 + right, 91, 92)
+            runs = ((), run) if number % 3 else (run,)
+            guess = Guess(1, 8 if number % 3 else 9, runs)
+            rig.drafts.guess(number - 1, (Guess(0, 9, ((1, 2),)), guess))
+        rig.drafts.ride(plan(number, 4, 4), number - 1)
+        between.replay()
+        if number % 5:
+            found = rig.drafts.take(number)
+            assert found is not None
+            wanted = [[number] * DRAFTS for _ in range(SLOTS + 1)]
+            if right == 1:
+                wanted[1][:2], followed = (91, 92), followed + 1
+            assert found.tolist() == wanted
+        rig.drafts.leave(number)
+    assert followed >= 4
 
 
 def test_only_drafts_of_guided_rows_with_windows_are_shown(rig: Rig) -> None:
