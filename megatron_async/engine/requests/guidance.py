@@ -20,6 +20,7 @@ from megatron_async.request.request import (
 from megatron_async.runner.masks import Mask
 from megatron_async.runner.model_runner import ModelRunner
 from megatron_async.runner.step_program import RowProcessor
+from megatron_async.scheduler.request_state import Sequence as SchedulerSequence
 from megatron_async.step.plan import Guess, Plan, Ticket
 
 if TYPE_CHECKING:
@@ -155,10 +156,14 @@ class Guidance:
         """Some row of a plan goes through Python functions."""
         return not self._processors.keys().isdisjoint(plan.rows.keys)
 
-    def prepare(self, ticket: Ticket) -> dict[int, int]:
+    def prepare(self, ticket: Ticket, sequences: Mapping[int, SchedulerSequence]) -> dict[int, int]:
         """Write masks for the S of the pending ``ticket``, once all earlier tokens of its rows are
         taken, and launch it where Python functions come first. Returns how many drafts of the next
-        row of each request that a grammar guides are guessed."""
+        row of each request that a grammar guides are guessed.
+
+        Args:
+            sequences: what requests have taken, by scheduler key.
+        """
         guessed: dict[int, int] = {}
         if not self._matchers and not self._processors:
             return guessed
@@ -182,7 +187,7 @@ class Guidance:
             key = rows.keys[row]
             guessed[key] = max(map(len, runs)) - 1 if any(runs) else 0
             if guessed[key]:
-                guesses.append(Guess(rows.slots[row], self._length(key), runs))
+                guesses.append(Guess(rows.slots[row], len(sequences[key].tokens), runs))
         if guesses:
             self._runner.guess(ticket, guesses)
         if processors:
@@ -200,11 +205,6 @@ class Guidance:
 
     def _fill(self, windows: Sequence[Window]) -> list[Runs]:
         return self._grammars.windows.fill(windows) if windows else []
-
-    def _length(self, key: int) -> int:
-        """Tokens of a request, prompt included, that have been taken."""
-        request, _ = self._matchers[key]
-        return len(request.prompt_tokens) + len(request.generated_tokens)
 
 
 class GrammarEnd:
