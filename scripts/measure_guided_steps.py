@@ -206,7 +206,10 @@ def main() -> None:
                 flush=True,
             )
             if profile is not None:
-                pstats.Stats(profile).sort_stats("tottime").print_stats(45)
+                pstats.Stats(profile).sort_stats("tottime").print_stats(
+                    "engine.|grammar.|scheduler.|guided_drafts|model_runner|packet|cuda_graphs|step.plan|LLM|LLE|device.cpu|NamedTuple|numpy",
+                    48,
+                )
 
 
 if __name__ == "__main__":

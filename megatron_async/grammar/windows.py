@@ -151,7 +151,9 @@ class WindowMasks:
             _warn(f"{type(error).__name__}: {error}")
             failed, found = True, self._found[:0]
         last = found[:, -1].tolist()
-        tails = found[:, self._bytes_at :].tobytes()
+        tails = b""
+        if any([window.guesses for window in windows]):
+            tails = found[:, self._bytes_at :].tobytes()
         done: set[int] = set()
         for each in quick:
             if each.matcher.close_window(each.used, each.drafts, failed=failed):

@@ -47,6 +47,9 @@ class WindowChoice(NamedTuple):
     reason: WindowReason
 
 
+NOTHING_DRAFTED = WindowChoice(1, WindowReason.NO_DRAFTS)
+
+
 class StepCosts:
     """Seconds of a decode step by rows and window.
 
@@ -132,12 +135,15 @@ class DraftControl:
 
     def choose(self, number: int, wanted: Iterable[int]) -> WindowChoice:
         """The window of step ``number``, whose decode rows want to bring ``wanted`` tokens."""
+        if self._costs is None:
+            largest = self.holding(max(wanted, default=1))
+            return (
+                NOTHING_DRAFTED if largest == 1 else WindowChoice(largest, WindowReason.ALL_DRAFTS)
+            )
         rows = Counter(wanted)
         largest = self.holding(max(rows, default=1))
         if largest == 1:
-            return WindowChoice(1, WindowReason.NO_DRAFTS)
-        if self._costs is None:
-            return WindowChoice(largest, WindowReason.ALL_DRAFTS)
+            return NOTHING_DRAFTED
         if self._trial is not None and self._trial <= number < self._trial + TRIAL_TICKETS:
             if not self._has_faded:
                 self._has_faded = True

@@ -14,9 +14,9 @@ from megatron_async.errors import IntegrityError
 from megatron_async.request.request import DEVICE_ENDS, FinishReason
 from megatron_async.scheduler.admission import PromptPlanner, PromptWork
 from megatron_async.scheduler.draft_control import (
+    NOTHING_DRAFTED,
     DraftControl,
     StepCosts,
-    WindowChoice,
     WindowReason,
 )
 from megatron_async.scheduler.events import Change, Commit, Event
@@ -33,8 +33,6 @@ from megatron_async.scheduler.request_table import RequestTable, row_map
 from megatron_async.step.plan import BlockAssignment, Plan, RowMap, StateCopy
 from megatron_async.step.records import ENDED, FAILED, LogProbs, StepResult
 from megatron_async.step.slot_fields import Values
-
-NOTHING_DRAFTED = WindowChoice(1, WindowReason.NO_DRAFTS)
 
 
 class HostEnds(Protocol):

@@ -17,7 +17,6 @@ from megatron_async.request.request import (
     DynamicInferenceRequest,
     FinishReason,
 )
-from megatron_async.runner.masks import Mask
 from megatron_async.runner.model_runner import ModelRunner
 from megatron_async.runner.step_program import RowProcessor
 from megatron_async.scheduler.request_state import Sequence as SchedulerSequence
@@ -76,6 +75,13 @@ class Grammars:
 
             self._windows.append(WindowMasks(self._vocab_size))
         return self._windows[0]
+
+    @property
+    def new_window(self) -> Callable[[Any], Window]:
+        """Makes a window of all its fields."""
+        from megatron_async.grammar.windows import Window
+
+        return Window._make
 
 
 class Guidance:
@@ -173,35 +179,31 @@ class Guidance:
         processors: dict[int, RowProcessor] = {}
         guided: list[int] = []
         windows: list[Window] = []
+        new_window = self._grammars.new_window
+        guesses_any = self._runner.takes_guesses and self._drafts
         for row, key in plan.sampled(list(enumerate(rows.keys))):
             if key in self._matchers:
                 at, window = row * plan.window, rows.windows[row] if rows.windows else 1
                 ahead = [] if drafts is None else drafts[rows.slots[row], : window - 1].tolist()
-                given = masks[at : at + window], masked[at : at + window]
+                request, matcher = self._matchers[key]
+                # Where the request's rows may have drafts.
+                guesses = guesses_any and request.sampling_params.num_speculative_tokens != 0
+                end = at + window
                 guided.append(row)
-                windows.append(self._window(key, ahead, *given))
+                windows.append(new_window((matcher, ahead, masks[at:end], masked[at:end], guesses)))
             if key in self._processors:
                 processors[row] = partial(_process, *self._processors[key])
-        guesses: list[Guess] = []
+        known: list[Guess] = []
         for row, runs in zip(guided, self._fill(windows), strict=True):
             key = rows.keys[row]
             guessed[key] = max(map(len, runs)) - 1 if any(runs) else 0
             if guessed[key]:
-                guesses.append(Guess(rows.slots[row], len(sequences[key].tokens), runs))
-        if guesses:
-            self._runner.guess(ticket, guesses)
+                known.append(Guess(rows.slots[row], len(sequences[key].tokens), runs))
+        if known:
+            self._runner.guess(ticket, known)
         if processors:
             self._runner.process_logits(ticket, processors)
         return guessed
-
-    def _window(self, key: int, drafts: list[int], masks: Mask, masked: Mask) -> Window:
-        """With guesses where the request's rows may have drafts."""
-        from megatron_async.grammar.windows import Window
-
-        request, matcher = self._matchers[key]
-        guesses = self._runner.takes_guesses and self._drafts
-        guesses = guesses and request.sampling_params.num_speculative_tokens != 0
-        return Window(matcher, drafts, masks, masked, guesses)
 
     def _fill(self, windows: Sequence[Window]) -> list[Runs]:
         return self._grammars.windows.fill(windows) if windows else []
