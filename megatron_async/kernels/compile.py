@@ -15,6 +15,8 @@ import itertools
 import logging
 import os
 import re
+import threading
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -35,6 +37,7 @@ SOURCES = Path(__file__).parent
 _COMMON = ("types.cuh", "intrinsics.cuh", "arithmetic.cuh")
 _INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.MULTILINE)
 _NUMBERS = {float: ctypes.c_float, int: ctypes.c_int}
+_compiling: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
 
 Bf16 = Annotated[Tensor, torch.bfloat16]
 E4m3 = Annotated[Tensor, torch.float8_e4m3fn]
@@ -147,7 +150,7 @@ class Kernel:
         self, source: str, defines: Mapping[str, int], architecture: str, limit: int
     ) -> None:
         self.name = source
-        code = _machine_code(source, defines, architecture)
+        code = machine_code(source, defines, architecture)
         driver = _driver()
         module = _check(driver.cuModuleLoadData(code))
         self._module = module  # loaded as long as a graph may replay it
@@ -316,23 +319,30 @@ def compile_together(work: Sequence[tuple[str, Mapping[str, int]]], architecture
     """Compile kernels side by side, each once, so that :func:`kernel` finds them on disk."""
     distinct = {(source, tuple(sorted(defines.items()))) for source, defines in work}
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        list(pool.map(lambda item: _machine_code(item[0], dict(item[1]), architecture), distinct))
+        list(pool.map(lambda item: machine_code(item[0], dict(item[1]), architecture), distinct))
 
 
-def _machine_code(source: str, defines: Mapping[str, int], architecture: str) -> bytes:
+def machine_code(source: str, defines: Mapping[str, int], architecture: str) -> bytes:
+    """What is kept of a kernel, compiled if need be; a thread that asks for what another one is
+    compiling waits for it.
+
+    Raises:
+        ConfigError: it does not compile.
+    """
     text = source_text(source)
     options = [f"--gpu-architecture={architecture}", "--std=c++17"]
     options += [f"-D{name}={int(value)}" for name, value in sorted(defines.items())]
     version = _check(_nvrtc().nvrtcVersion())
     digest = hashlib.sha256(repr((text, options, version)).encode()).hexdigest()
     path = cache_directory() / f"{source}-{digest[:32]}.cubin"
-    if path.is_file():
-        return path.read_bytes()
-    code = _compile(text, source, options)
-    try:
-        keep(path, code)
-    except OSError as error:
-        _warn_of_no_cache(f"{path.parent}: {error.strerror}")
+    with _compiling[path]:
+        if path.is_file():
+            return path.read_bytes()
+        code = _compile(text, source, options)
+        try:
+            keep(path, code)
+        except OSError as error:
+            _warn_of_no_cache(f"{path.parent}: {error.strerror}")
     return code
 
 

@@ -27,6 +27,7 @@ from megatron_async.models.layers.attention import PagedAttention
 from megatron_async.models.network import Network
 
 if TYPE_CHECKING:
+    from megatron_async.models.fused.blocks.gemms import Work
     from megatron_async.models.fused.blocks.residual import AllReduce
     from megatron_async.models.fused.decoder import FusedDecoder
     from megatron_async.models.fused.mtp import FusedMtp
@@ -179,6 +180,14 @@ class GPTNetwork(Network):
         if reason is not None:
             logger.info("layers of experts take three launches for a few rows: %s", reason)
         return reason is None
+
+    def kernels_of(self, rows: list[int], context: Any) -> Iterator[Work]:
+        """See ``Network.kernels_of``."""
+        if self._fused is not None:
+            yield from self._fused.kernels_of(rows, context)
+        if self._fused_mtp is not None:
+            window = 1 + context.num_speculative_tokens
+            yield from self._fused_mtp.kernels_of([n // window for n in rows], window, context)
 
     def prepare(self, rows: list[int], context: Any) -> None:
         """Compile what decoding ``rows`` rows needs, ahead of their capture."""

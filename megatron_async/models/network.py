@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -97,6 +97,10 @@ class Network(Protocol):
         """Whether the engine whose device is ``owner`` may launch kernels whose CTAs wait for each
         other."""
         return False
+
+    def kernels_of(self, rows: list[int], context: Any) -> Iterable[tuple[str, Mapping[str, int]]]:
+        """Sources with their macros that :meth:`prepare` is going to compile."""
+        return ()
 
     def prepare(self, rows: list[int], context: Any) -> None:
         """Compile what decoding ``rows`` rows needs, ahead of their capture."""

@@ -11,6 +11,8 @@ from functools import partial
 from itertools import product
 
 from megatron_async.device.protocol import Device, Graph
+from megatron_async.models.network import Network
+from megatron_async.runner.memory.forward_batch import ForwardBatch
 from megatron_async.runner.prompt_log_probs import PromptTargets
 from megatron_async.runner.step_program import StepProgram
 from megatron_async.step.packet import (
@@ -148,6 +150,48 @@ class StepGraphs:
         if self._between is not None:
             of_bucket += 2 * (windows - 1)
         return of_bucket * len(self.buckets) + len(self._captured_tokens) * windows + 1
+
+    def compile(self, model: Network, batch: ForwardBatch) -> None:
+        """Have the kernels of all steps compiled, side by side where that can be known ahead.
+        Nothing may be in flight.
+
+        Args:
+            model: what the program runs.
+        """
+        rows = sorted({count * window for count in self.buckets for window in self._windows})
+        if self._device.torch_device.type != "cuda":
+            model.prepare(rows, batch)
+            return
+        from megatron_async.kernels.ahead import CompileAhead, can_rehearse
+
+        self._device.synchronize()  # buffers are filled on another stream than its own
+        rehearses = self._program.can_be_rehearsed and can_rehearse()
+        with CompileAhead(self._device.torch_device) as ahead:
+            ahead.compile(model.kernels_of(rows, batch))
+            if rehearses:
+                with self._device.inline(), ahead.rehearsal():
+                    self._rehearse_around_the_model()
+            model.prepare(rows, batch)
+            if rehearses:
+                with self._device.inline(), ahead.rehearsal():
+                    for count, window in product(self.buckets, self._windows):
+                        self._program.forward_decode(count, window)
+
+    def _rehearse_around_the_model(self) -> None:
+        """Launch what decode steps do around the model, and some steps with prefill chunks."""
+        program, buckets = self._program, product(self.buckets, self._windows)
+        for rows, window in buckets:
+            program.load_decode(rows, window)
+            for extended in self._extended:
+                program.rehearse_sampling(rows, window, extended=extended)
+        program.load_control()
+        if not program.rehearses_mixed:
+            return
+        # Tiles follow the tokens, in steps of powers of two.
+        for tokens in self._captured_tokens:
+            if tokens == tokens & -tokens or tokens == self._captured_tokens[-1]:
+                for window in self._windows:
+                    self._mixed_work(self.mixed_shape(0, tokens, window))
 
     def capture(self) -> Iterator[int]:
         """Capture bucket after bucket, the largest first (it sizes the shared memory pool);

@@ -187,7 +187,7 @@ class ModelRunner:
         self._launched = self._skipped = 0
         self._control_count = 0
         self._on_span: OnSpan | None = None
-        model.prepare(sorted({rows * window for rows in buckets for window in windows}), batch)
+        self._graphs.compile(model, batch)
         # What has been allocated is filled on another stream than that of the graphs.
         device.synchronize()
         captured: Iterable[int] = self._graphs.capture()

@@ -134,6 +134,26 @@ class StepProgram:
         """Device memory of the extended S besides the extras tables."""
         return 0 if self._kernels is None else self._kernels.extended_bytes
 
+    @property
+    def can_be_rehearsed(self) -> bool:
+        """Whether its kernels may be launched without running: those of several ranks wait for each
+        other."""
+        return self._kernels is not None and self._parallel is None
+
+    @property
+    def rehearses_mixed(self) -> bool:
+        """The same of steps with chunks: a drafter goes by what it reads in them."""
+        return self.can_be_rehearsed and self._drafter is None
+
+    def rehearse_sampling(self, rows: int, window: int, *, extended: bool) -> None:
+        """Launch what is around the model in a decode step, without the drafter."""
+        assert self._kernels is not None
+        logits = self._candidates[: rows * window]
+        if extended:
+            self._kernels.sample_extended(logits, window=window)
+        else:
+            self._kernels.sample(logits, window=window)
+
     # --- C ------------------------------------------------------------------------------------
 
     def load_control(self) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.kernels import compile as cuda
+from megatron_async.kernels.ahead import rehearsing
 from megatron_async.kernels.compile import kernel
 from megatron_async.kernels.shared_memory import HOPPER_BYTES, gpu_limit
 
@@ -105,6 +106,9 @@ def best_of_rows(
     if taken is not None:
         tokens, by_slot, slots, arrivals = taken
         into = arrivals, tokens, tokens.stride(0), slots, by_slot, by_slot.stride(0)
+    if rehearsing.ahead is not None:
+        rehearsing.ahead.compile([("sample", defines)])
+        return best
     kernel("sample", defines, logits.device).launch(
         (best.numel(), 1, 1), logits, logits.stride(0), vocabulary, *parameters, index,
         0 if index is None else index.stride(0), best, *into,

@@ -244,6 +244,10 @@ class FusedDecoder:
                 place.refuse(tokens, kernel)
             self._chosen.clear()
 
+    def kernels_of(self, rows: list[int], context: Any) -> Iterator[Work]:
+        """What :meth:`compile` is going to compile."""
+        return (work for _, work in self._needed(rows, context))
+
     def _needed(self, rows: list[int], context: Any) -> Iterator[tuple[tuple[Place, int], Work]]:
         """Kernels, each with the place and the tokens that need it."""
         most = decode_attention.MOST_ROWS * tokens_of_row(context)

@@ -210,6 +210,10 @@ class FusedMtp:
                 place.refuse(of, kernel)
             self._chosen.clear()
 
+    def kernels_of(self, rows: Sequence[int], width: int, context: Any) -> Iterator[Work]:
+        """What :meth:`compile` is going to compile."""
+        return (work for _, work in self._needed(rows, width, context))
+
     def _needed(
         self, rows: Sequence[int], width: int, context: Any
     ) -> Iterator[tuple[tuple[Place, tuple[int, int]], Work]]:

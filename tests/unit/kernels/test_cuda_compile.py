@@ -36,9 +36,9 @@ def test_the_same_kernel_is_compiled_once(compiled: list[list[str]]) -> None:
     work = [(GEMM, {"N": 16}), (GEMM, {"N": 32}), ("embed", {"N": 16})]
     cuda.compile_together(work, "sm_90")
     assert len(compiled) == 3
-    code = cuda._machine_code(GEMM, {"N": 32}, "sm_90")
+    code = cuda.machine_code(GEMM, {"N": 32}, "sm_90")
     assert len(compiled) == 3 and b"-DN=32" in code and b"sm_90" in code
-    cuda._machine_code(GEMM, {"N": 32}, "sm_100")
+    cuda.machine_code(GEMM, {"N": 32}, "sm_100")
     assert len(compiled) == 4
     assert len(list(cuda.cache_directory().iterdir())) == 4
 
@@ -47,14 +47,14 @@ def test_the_same_kernel_is_compiled_once(compiled: list[list[str]]) -> None:
 def test_a_changed_source_is_compiled_again(
     file: str, compiled: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cuda._machine_code(GEMM, {"K": 64}, "sm_90")
+    cuda.machine_code(GEMM, {"K": 64}, "sm_90")
     shutil.copytree(cuda.SOURCES, tmp_path / "kernels")
     monkeypatch.setattr(cuda, "SOURCES", tmp_path / "kernels")
-    cuda._machine_code(GEMM, {"K": 64}, "sm_90")
+    cuda.machine_code(GEMM, {"K": 64}, "sm_90")
     assert len(compiled) == 1
     with (cuda.SOURCES / file).open("a") as source:
         source.write("// changed")
-    cuda._machine_code(GEMM, {"K": 64}, "sm_90")
+    cuda.machine_code(GEMM, {"K": 64}, "sm_90")
     assert len(compiled) == 2
 
 
@@ -68,7 +68,7 @@ def test_a_place_that_cannot_be_written_to_is_warned_of_once(
     monkeypatch.setenv("MEGATRON_ASYNC_CACHE", str(tmp_path / "file" / "kept"))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert b"-DH=64" in cuda._machine_code("embed", {"H": 64}, "sm_90")
+            assert b"-DH=64" in cuda.machine_code("embed", {"H": 64}, "sm_90")
     assert len(compiled) == 2
     (record,) = caplog.records
     assert "MEGATRON_ASYNC_CACHE" in record.getMessage()

@@ -189,7 +189,7 @@ def test_a_kernel_that_is_too_large_is_known_when_it_is_loaded(
     driver = Driver(dynamic=101_376 - 2, static=4)
     cuda._kernel.cache_clear()
     for name, stand_in in {
-        "_driver": lambda: driver, "_machine_code": lambda *_: b"", "architecture": lambda _: "",
+        "_driver": lambda: driver, "machine_code": lambda *_: b"", "architecture": lambda _: "",
         "block_limit": lambda _: limit,
     }.items():  # fmt: skip
         monkeypatch.setattr(cuda, name, stand_in)

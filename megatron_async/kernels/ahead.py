@@ -1,0 +1,166 @@
+"""Kernels are compiled by other threads while a start goes on.
+
+CUDA C++ sources are given to the threads as soon as their macros are known. A Triton kernel is
+known by its launch alone, so launches are rehearsed: inside of :meth:`CompileAhead.rehearsal` they
+compile their kernels in other threads and run nothing. What a kernel would have filled is zeros.
+
+A kernel that does not compile, or that the GPU does not run, is no error here: its first real use
+compiles it again, and raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_async.kernels import compile as cuda
+
+MOST_THREADS = 16
+
+_patching = threading.Lock()
+
+
+class _Rehearsal(threading.local):
+    """``ahead`` is who rehearses in this thread; None for nobody."""
+
+    ahead: CompileAhead | None = None
+
+
+rehearsing = _Rehearsal()
+
+
+class CompileAhead:
+    """Threads that compile for one GPU, all of them gone when its context is left.
+
+    Args:
+        device: a CUDA device.
+        load: loads a compiled Triton kernel, in the thread that has compiled it.
+    """
+
+    def __init__(
+        self, device: torch.device, load: Callable[[Any, torch.device], None] | None = None
+    ) -> None:
+        self._device = device
+        self._load = load or _load
+        count = min(MOST_THREADS, os.cpu_count() or 1)
+        self._cuda_threads = ThreadPoolExecutor(count, thread_name_prefix="nvrtc")
+        self._triton_threads = ThreadPoolExecutor(count, thread_name_prefix="triton")
+        self._begun: set[tuple[str, tuple[tuple[str, int], ...]]] = set()
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> CompileAhead:
+        # Triton's threads may load what they have compiled: they are the first to be waited for.
+        self._stack.enter_context(self._cuda_threads)
+        self._stack.enter_context(self._triton_threads)
+        mode = _async_compile_mode()
+        if mode is not None:
+            self._stack.enter_context(mode(_Loading(self), ignore_errors=True))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def compile(self, work: Iterable[tuple[str, Mapping[str, int]]]) -> None:
+        """Have sources compiled with their macros, each once, so that they are found on disk."""
+        for source, defines in work:
+            key = source, tuple(sorted(defines.items()))
+            if key not in self._begun:
+                self._begun.add(key)
+                self._cuda_threads.submit(
+                    cuda.machine_code, source, dict(defines), cuda.architecture(self._index)
+                )
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """In this thread, launches compile and run nothing; PyTorch's operators run."""
+        from triton.runtime.jit import JITFunction
+
+        if _async_compile_mode() is None:
+            raise RuntimeError("this release of Triton compiles in no other threads")
+        with _patching, _Zeros():
+            before = JITFunction.run
+            JITFunction.run = ours = _rehearsed(before)
+            rehearsing.ahead = self
+            try:
+                yield
+            finally:
+                rehearsing.ahead = None
+                if JITFunction.run is ours:  # else somebody has put theirs around it
+                    JITFunction.run = before
+
+    def submit_triton(self, compile_: Callable[[], Any]) -> Future[Any]:
+        """Compile and load a Triton kernel."""
+
+        def work() -> Any:
+            kernel = compile_()
+            self._load(kernel, self._device)
+            return kernel
+
+        return self._triton_threads.submit(work)
+
+    @property
+    def _index(self) -> int:
+        return self._device.index or 0
+
+
+def can_rehearse() -> bool:
+    """Whether the release of Triton that is installed compiles in other threads."""
+    return _async_compile_mode() is not None
+
+
+def _async_compile_mode() -> Any:
+    try:
+        import triton
+    except ImportError:
+        return None
+    return getattr(triton, "AsyncCompileMode", None)
+
+
+class _Loading(Executor):
+    """What Triton gives its compilations to."""
+
+    def __init__(self, ahead: CompileAhead) -> None:
+        self._ahead = ahead
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """See ``concurrent.futures.Executor``."""
+        return self._ahead.submit_triton(functools.partial(fn, *args, **kwargs))
+
+
+def _load(kernel: Any, device: torch.device) -> None:
+    """Compile the launcher of a kernel, and load both."""
+    with torch.cuda.device(device):
+        getattr(kernel, "run")  # noqa: B009 - a property, which loads
+
+
+def _rehearsed(run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def rehearsed(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        only = warmup or rehearsing.ahead is not None
+        return run(kernel, *args, grid=grid, warmup=only, **options)
+
+    return rehearsed
+
+
+_EMPTY = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+)
+
+
+class _Zeros(TorchDispatchMode):
+    """New tensors hold zeros: what indexes with what no kernel has filled stays in bounds."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.zero_() if func.overloadpacket in _EMPTY else result

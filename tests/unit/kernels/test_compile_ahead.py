@@ -1,0 +1,201 @@
+"""Kernels are compiled in other threads, and their first use finds them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_async.errors import ConfigError
+from megatron_async.kernels import compile as cuda
+from megatron_async.kernels.ahead import CompileAhead, rehearsing
+from tests.support.compiled_kernels import HOPPER, compiles, compiling_for
+from tests.support.patience import PATIENCE_SECONDS
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def fresh_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setenv("MEGATRON_ASYNC_CACHE", str(tmp_path / "kernels"))
+
+
+@pytest.fixture
+def compilations(fresh_caches: None) -> Iterator[list[tuple[str, str]]]:
+    """The kernels that Triton compiles for Hopper, each with its thread."""
+    from triton import knobs
+    from triton.runtime import driver
+
+    from tests.support.compiled_kernels import _Driver
+
+    found: list[tuple[str, str]] = []
+
+    def note(*, src: Any, cache_hit: bool, **_: Any) -> None:
+        found.append((src.name, threading.current_thread().name))
+
+    before = driver._active
+    driver.set_active(_Driver(HOPPER))
+    knobs.compilation.listener = note
+    try:
+        yield found
+    finally:
+        knobs.compilation.listener = None
+        driver._active = before
+        _forget()
+
+
+def _forget() -> None:
+    """Kernels that were compiled for no GPU stay out of other tests' way."""
+    from megatron_async.kernels import rings
+
+    for kernel in (rings._read_packet_kernel, rings._advance_kernel, rings._publish_kernel):
+        kernel.device_caches.clear()
+
+
+def _rings() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    ring, into = torch.full((2, 64), 7, dtype=torch.int32), torch.ones(64, dtype=torch.int32)
+    return ring, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32), into
+
+
+@compiles
+def test_rehearsed_launches_compile_in_other_threads_and_run_nothing(
+    compilations: list[tuple[str, str]],
+) -> None:
+    from triton.runtime.jit import JITFunction
+
+    from megatron_async.kernels import rings
+
+    _forget()
+    run, threads = JITFunction.run, set(threading.enumerate())
+    ring, counter, sequence, into = _rings()
+    loaded: list[str] = []
+
+    def load(kernel: Any, device: torch.device) -> None:
+        assert device == GPU
+        loaded.append(threading.current_thread().name)
+
+    def launch() -> None:
+        rings.read_packet(ring, counter, into, 40)
+        rings.publish(ring, sequence, counter, into)
+
+    with CompileAhead(GPU, load) as ahead:
+        with ahead.rehearsal():
+            for _ in range(2):
+                launch()
+        assert JITFunction.run is run and rehearsing.ahead is None
+    assert {name for name, _ in compilations} == {
+        "_read_packet_kernel",
+        "_advance_kernel",
+        "_publish_kernel",
+    }
+    assert len(compilations) == len(loaded) == 3
+    assert all(thread.startswith("triton") for thread in (*loaded, *dict(compilations).values()))
+    assert int(into.sum()) == 64 and int(counter) == int(sequence) == 0
+    assert set(threading.enumerate()) == threads
+    with compiling_for(None):
+        launch()
+    assert len(compilations) == 3  # neither compiled again, nor read from disk
+
+
+@compiles
+def test_a_kernel_that_does_not_compile_is_an_error_of_its_launch(
+    compilations: list[tuple[str, str]],
+) -> None:
+    import triton
+
+    from tests.unit.kernels import wrong_kernel
+
+    with CompileAhead(GPU, lambda *_: None) as ahead, ahead.rehearsal():
+        wrong_kernel.launch(torch.zeros(1))
+    with pytest.raises(triton.CompilationError, match="there_is_no_such_name"):
+        wrong_kernel.launch(torch.zeros(1))
+
+
+@compiles
+def test_another_threads_launches_run_during_a_rehearsal(
+    compilations: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.runtime.jit import JITFunction
+
+    from megatron_async.kernels import rings
+
+    seen: dict[str, bool] = {}
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        seen[threading.current_thread().name] = warmup
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    ring, counter, _, into = _rings()
+    with CompileAhead(GPU, lambda *_: None) as ahead, ahead.rehearsal():
+        other = threading.Thread(
+            target=rings.read_packet, args=(ring, counter, into, 40), name="other engine"
+        )
+        other.start()
+        other.join(PATIENCE_SECONDS)
+        rings.read_packet(ring, counter, into, 40)
+    assert seen == {"other engine": False, threading.current_thread().name: True}
+    assert JITFunction.run is run
+
+
+@compiles
+def test_what_no_kernel_has_filled_is_zeros(compilations: list[tuple[str, str]]) -> None:
+    like = torch.full((300,), 7, dtype=torch.int64)
+    with CompileAhead(GPU, lambda *_: None) as ahead, ahead.rehearsal(), torch.inference_mode():
+        made = [
+            torch.empty(300, dtype=torch.int64),
+            torch.empty_like(like),
+            like.new_empty(300),
+            torch.empty_strided((10, 30), (30, 1), dtype=torch.int64),
+            like.new_empty_strided((10, 30), (30, 1)),
+        ]
+        for _ in range(20):  # of memory that has been written to
+            (like * 3 + 1).sum()
+            made.append(torch.empty_like(like))
+    assert all(not each.any() for each in made)
+
+
+def test_what_one_thread_compiles_another_one_waits_for(
+    fresh_caches: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, begun, may_end = [], threading.Event(), threading.Event()
+
+    def compile_(text: str, source: str, options: list[str]) -> bytes:
+        calls.append(source)
+        begun.set()
+        assert may_end.wait(PATIENCE_SECONDS)
+        return b"code"
+
+    monkeypatch.setattr(cuda, "_nvrtc", lambda: SimpleNamespace(nvrtcVersion=lambda: (0, 13, 0)))
+    monkeypatch.setattr(cuda, "_compile", compile_)
+    monkeypatch.setattr(cuda, "architecture", lambda index: "sm_90a")
+    threads = set(threading.enumerate())
+    with CompileAhead(GPU) as ahead:
+        ahead.compile([("embed", {"H": 64}), ("embed", {"H": 64})])
+        assert begun.wait(PATIENCE_SECONDS)
+        second = threading.Thread(target=cuda.machine_code, args=("embed", {"H": 64}, "sm_90a"))
+        second.start()
+        may_end.set()
+        second.join(PATIENCE_SECONDS)
+    assert calls == ["embed"]
+    assert set(threading.enumerate()) == threads
+
+
+def test_a_source_that_does_not_compile_is_an_error_of_its_use(
+    fresh_caches: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_(text: str, source: str, options: list[str]) -> bytes:
+        raise ConfigError(f"{source}.cu does not compile")
+
+    monkeypatch.setattr(cuda, "_nvrtc", lambda: SimpleNamespace(nvrtcVersion=lambda: (0, 13, 0)))
+    monkeypatch.setattr(cuda, "_compile", compile_)
+    monkeypatch.setattr(cuda, "architecture", lambda index: "sm_90a")
+    with CompileAhead(GPU) as ahead:
+        ahead.compile([("embed", {"H": 64})])
+    with pytest.raises(ConfigError, match="embed.cu does not compile"):
+        cuda.compile_together([("embed", {"H": 64})], "sm_90a")
