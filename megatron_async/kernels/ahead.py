@@ -19,7 +19,8 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from megatron_async.kernels import compile as cuda
 
@@ -151,16 +152,22 @@ def _rehearsed(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _EMPTY = frozenset(
-    getattr(torch.ops.aten, name)
-    for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+    (
+        torch.empty,
+        torch.empty_like,
+        torch.empty_strided,
+        Tensor.new_empty,
+        Tensor.new_empty_strided,
+    )
 )
 
 
-class _Zeros(TorchDispatchMode):
-    """New tensors hold zeros: what indexes with what no kernel has filled stays in bounds."""
+class _Zeros(TorchFunctionMode):
+    """New tensors hold zeros: what indexes with what no kernel has filled stays in bounds. A
+    ``TorchDispatchMode`` would import PyTorch's compiler, for seconds."""
 
-    def __torch_dispatch__(
+    def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        return result.zero_() if func.overloadpacket in _EMPTY else result
+        return result.zero_() if func in _EMPTY else result

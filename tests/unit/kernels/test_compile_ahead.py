@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -145,7 +146,7 @@ def test_another_threads_launches_run_during_a_rehearsal(
 
 @compiles
 def test_what_no_kernel_has_filled_is_zeros(compilations: list[tuple[str, str]]) -> None:
-    like = torch.full((300,), 7, dtype=torch.int64)
+    like, imported = torch.full((300,), 7, dtype=torch.int64), "torch._dynamo" in sys.modules
     with CompileAhead(GPU, lambda *_: None) as ahead, ahead.rehearsal(), torch.inference_mode():
         made = [
             torch.empty(300, dtype=torch.int64),
@@ -158,6 +159,7 @@ def test_what_no_kernel_has_filled_is_zeros(compilations: list[tuple[str, str]])
             (like * 3 + 1).sum()
             made.append(torch.empty_like(like))
     assert all(not each.any() for each in made)
+    assert ("torch._dynamo" in sys.modules) == imported  # that takes seconds
 
 
 def test_what_one_thread_compiles_another_one_waits_for(
@@ -197,5 +199,5 @@ def test_a_source_that_does_not_compile_is_an_error_of_its_use(
     monkeypatch.setattr(cuda, "architecture", lambda index: "sm_90a")
     with CompileAhead(GPU) as ahead:
         ahead.compile([("embed", {"H": 64})])
-    with pytest.raises(ConfigError, match="embed.cu does not compile"):
+    with pytest.raises(ConfigError, match=r"embed\.cu does not compile"):
         cuda.compile_together([("embed", {"H": 64})], "sm_90a")
