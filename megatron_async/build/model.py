@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +60,16 @@ def config_of(path: str | Path) -> ModelConfig:
 def load_share(path: str | Path, config: EngineConfig, device: torch.device) -> ServedModel:
     """The model of a directory, or this rank's share of it, with the one that drafts."""
     dtype = None if config.dtype is None else getattr(torch, config.dtype)
-    pretrained = load_pretrained(
-        path,
-        device=device,
-        dtype=dtype,
-        allow_non_finite_weights=config.allow_non_finite_weights,
-        tokenizer_model=config.tokenizer_model,
-        quantization=config.quantization,
-        quantize_activations=config.quantize_activations,
-    )
+    with _compilers_ahead(device):
+        pretrained = load_pretrained(
+            path,
+            device=device,
+            dtype=dtype,
+            allow_non_finite_weights=config.allow_non_finite_weights,
+            tokenizer_model=config.tokenizer_model,
+            quantization=config.quantization,
+            quantize_activations=config.quantize_activations,
+        )
     weights = None
     if config.enable_sleep_mode:
         from megatron_async.models.releasable_weights import move_parameters
@@ -98,6 +100,14 @@ def load_share(path: str | Path, config: EngineConfig, device: torch.device) -> 
         weights_region=weights,
         sampling_defaults=defaults,
     )
+
+
+def _compilers_ahead(device: torch.device) -> AbstractContextManager[None]:
+    if device.type != "cuda":
+        return nullcontext()
+    from megatron_async.kernels.ahead import compilers_ahead
+
+    return compilers_ahead(device)
 
 
 def network_over(model: Any, config: EngineConfig) -> GPTNetwork:

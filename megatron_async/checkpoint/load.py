@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -300,9 +301,13 @@ def load_pretrained(
     device = parse_device(device)
     shape = random_shape(path)
     if shape is not None:
-        made_up = load_tokenizer(path, tokenizer_model)
         quantize = quantization, quantize_activations
-        return _random(str(path), shape, device, dtype, made_up, *quantize)
+        if tokenizer_model is not None:
+            given = load_tokenizer(path, tokenizer_model)
+            return _random(str(path), shape, device, dtype, lambda: given, *quantize)
+        with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:
+            made_up = beside.submit(load_tokenizer, path)
+            return _random(str(path), shape, device, dtype, made_up.result, *quantize)
     files = ModelFiles.at(path)
     directory, description = files.directory, files.described.model
     tokenizer = None
@@ -341,7 +346,7 @@ def _random(
     config: ModelConfig,
     device: torch.device,
     dtype: torch.dtype | None,
-    tokenizer: Tokenizer,
+    tokenizer_made: Callable[[], Tokenizer],
     quantization: str | None,
     quantize_activations: bool,
 ) -> Pretrained:
@@ -350,14 +355,16 @@ def _random(
 
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    model = build_random_model(
+        config,
+        device=device,
+        dtype=dtype,
+        quantize_activations=quantize_activations,
+        **kept_of_shape(name, quantization),
+    )
+    tokenizer = tokenizer_made()
     return Pretrained(
-        model=build_random_model(
-            config,
-            device=device,
-            dtype=dtype,
-            quantize_activations=quantize_activations,
-            **kept_of_shape(name, quantization),
-        ),
+        model=model,
         config=config,
         tokenizer=tokenizer,
         eos_token_ids=tokenizer.eos_ids,

@@ -112,6 +112,33 @@ class CompileAhead:
         return self._device.index or 0
 
 
+@contextlib.contextmanager
+def compilers_ahead(device: torch.device) -> Iterator[None]:
+    """Meanwhile another thread has what compilers need before their first kernel: a CUDA context,
+    NVRTC's library, the digest of Triton's own files, and the module by which it asks the driver.
+
+    Args:
+        device: a CUDA device.
+    """
+    thread = threading.Thread(target=_have_compilers, args=(device,), name="compilers")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _have_compilers(device: torch.device) -> None:
+    # What is not there is an error of whoever needs it.
+    with contextlib.suppress(Exception), torch.cuda.device(device):
+        torch.zeros(1, device=device)
+        cuda.unavailable(device.index or 0)
+        from triton.runtime import cache, driver
+
+        driver.active.get_current_target()
+        cache.triton_key()
+
+
 def can_rehearse() -> bool:
     """Whether the release of Triton that is installed compiles in other threads."""
     return _async_compile_mode() is not None

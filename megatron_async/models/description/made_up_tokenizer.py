@@ -23,9 +23,14 @@ def made_up_tokenizer(vocab_size: int) -> Tokenizer:
     source = random.Random(0)
     characters = string.ascii_letters + string.digits + string.punctuation + "Ġ" * 20
     words = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    # As randint(2, LONGEST) and choices() draw them, without their calls: a large vocabulary is
+    # drawn at each start.
+    draw, bits, count = source.random, source.getrandbits, len(characters)
     while len(words) < vocab_size - 1:
-        length = source.randint(2, LONGEST)
-        words["".join(source.choices(characters, k=length))] = None
+        further = bits(3)
+        while further > LONGEST - 2:
+            further = bits(3)
+        words["".join([characters[int(draw() * count)] for _ in range(2 + further)])] = None
     vocabulary = {word: number for number, word in enumerate([*words, END])}
     made = tokenizers.Tokenizer(models.BPE(vocabulary, []))
     made.add_special_tokens([END])
