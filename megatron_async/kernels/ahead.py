@@ -30,7 +30,7 @@ _patching = threading.Lock()
 
 
 class _Rehearsal(threading.local):
-    """``ahead`` is who rehearses in this thread; None for nobody."""
+    """``ahead`` rehearses in this thread; None where nothing does."""
 
     ahead: CompileAhead | None = None
 
@@ -129,7 +129,7 @@ def compilers_ahead(device: torch.device) -> Iterator[None]:
 
 
 def _have_compilers(device: torch.device) -> None:
-    # What is not there is an error of whoever needs it.
+    # What is not there is an error where it is needed.
     with contextlib.suppress(Exception), torch.cuda.device(device):
         torch.zeros(1, device=device)
         cuda.unavailable(device.index or 0)
