@@ -25,6 +25,14 @@ class EmbedArguments(NamedTuple):
     stats_out: Fp32
 
 
+def embed_macros(hidden: int, per_tile: int, norm: int, *, positions: bool) -> dict[str, int]:
+    """What ``embed.cu`` is compiled with; for the arguments see :class:`Embed`."""
+    return {
+        "H": hidden, "PER_TILE": per_tile, "POSITIONS": int(positions),
+        "STATS": LAYER_NORM if norm == LAYER_NORM else 1,
+    }  # fmt: skip
+
+
 class Embed:
     """Token and position embeddings into the residual stream, with its partial statistics.
 
@@ -37,10 +45,7 @@ class Embed:
     def __init__(
         self, hidden: int, per_tile: int, norm: int, *, positions: bool, device: torch.device
     ) -> None:
-        macros = {
-            "H": hidden, "PER_TILE": per_tile, "POSITIONS": int(positions),
-            "STATS": LAYER_NORM if norm == LAYER_NORM else 1,
-        }  # fmt: skip
+        macros = embed_macros(hidden, per_tile, norm, positions=positions)
         self._kernel = kernel("embed", macros, device)
 
     def __call__(

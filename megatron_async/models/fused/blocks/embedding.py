@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_async.kernels.gemm.tile_config import LAYER_NORM, STAGE_K, padded
-from megatron_async.kernels.norm.embed import Embed, EmbedShare
+from megatron_async.kernels.gemm.tile_config import LAYER_NORM, MAX_ROWS, STAGE_K, padded
+from megatron_async.kernels.norm.embed import Embed, EmbedShare, embed_macros
 from megatron_async.models.fused.blocks.gemms import Work
 from megatron_async.models.fused.blocks.mlp_block import MlpBlock
 from megatron_async.models.fused.blocks.moe_block import MoeBlock
@@ -45,9 +45,7 @@ class EmbeddingBlock:
     def __call__(self, step: Step, given: Tensor | None, reader: Norm | None) -> Tensor | None:
         """Begin the residual stream; returns the statistics for the reader."""
         residual = step.residual
-        per_tile = self._like and self._like.statistic_rows(residual.hidden.shape[0])
-        per_tile = per_tile or STAGE_K
-        kind = LAYER_NORM if reader is None else reader.kind
+        per_tile, kind = self._per_tile(residual.hidden.shape[0]), _kind(reader)
         if (per_tile, kind) not in self._kernels:
             self._kernels[per_tile, kind] = Embed(
                 self._hidden_size, per_tile, kind, positions=self._has_positions,
@@ -67,8 +65,18 @@ class EmbeddingBlock:
         return statistics if reader is not None else None
 
     def work(self, rows: int, context: Any, reader: Norm | None) -> Iterator[Work]:
-        """Nothing ahead: it is one small kernel."""
-        return iter(())
+        """What is compiled for ``rows`` tokens."""
+        if rows <= MAX_ROWS:
+            per_tile, positions = self._per_tile(rows), self._has_positions
+            macros = embed_macros(self._hidden_size, per_tile, _kind(reader), positions=positions)
+            yield "embed", macros
+
+    def _per_tile(self, rows: int) -> int:
+        return (self._like and self._like.statistic_rows(rows)) or STAGE_K
+
+
+def _kind(reader: Norm | None) -> int:
+    return LAYER_NORM if reader is None else reader.kind
 
 
 class SharedEmbeddingBlock:
