@@ -74,7 +74,7 @@ class CpuDevice:
     def inline(self) -> AbstractContextManager[None]:
         return torch.inference_mode()
 
-    def capture(self, work: Callable[[], None], name: str) -> Graph:
+    def capture(self, work: Callable[[], None], name: str, *, has_run: bool = False) -> Graph:
         watch = self.watch
         return _RecordedCall(self, work if watch is None else watch.watched(work, name), name)
 

@@ -17,7 +17,8 @@ from megatron_async.errors import IntegrityError
 if TYPE_CHECKING:
     from megatron_async.device.cuda_timeline import CudaTimeline
 
-WARM_UP_RUNS = 2
+WARM_UP_RUNS = 1
+"""Before a capture: by then kernels are loaded, libraries have their workspaces."""
 SPINS_BETWEEN_CHECKS = 2000
 
 
@@ -71,9 +72,9 @@ class CudaDevice:
         with torch.inference_mode(), torch.cuda.stream(self.stream):
             yield
 
-    def capture(self, work: Callable[[], None], name: str) -> Graph:
+    def capture(self, work: Callable[[], None], name: str, *, has_run: bool = False) -> Graph:
         with torch.inference_mode(), torch.cuda.stream(self.stream):
-            for _ in range(WARM_UP_RUNS):
+            for _ in range(0 if has_run else WARM_UP_RUNS):
                 work()
             self.stream.synchronize()
             made: Graph

@@ -104,8 +104,12 @@ class Device(Protocol):
     def inline(self) -> AbstractContextManager[None]:
         """The caller's own tensor operations are the stream's inside, while nothing is queued."""
 
-    def capture(self, work: Callable[[], None], name: str) -> Graph:
-        """Record ``work`` as a graph. ``work`` may run several times while it is captured."""
+    def capture(self, work: Callable[[], None], name: str, *, has_run: bool = False) -> Graph:
+        """Record ``work`` as a graph. ``work`` may run several times while it is captured.
+
+        Args:
+            has_run: all of its parts were captured before, in these shapes.
+        """
 
     def packet_ring(self, entries: int, width: int) -> PacketRing:
         """A ring of ``entries`` packets of ``width`` int32."""

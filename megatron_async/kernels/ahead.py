@@ -55,6 +55,7 @@ class CompileAhead:
         self._cuda_threads = ThreadPoolExecutor(count, thread_name_prefix="nvrtc")
         self._triton_threads = ThreadPoolExecutor(count, thread_name_prefix="triton")
         self._begun: set[tuple[str, tuple[tuple[str, int], ...]]] = set()
+        self._launched: set[tuple[Any, ...]] = set()
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> CompileAhead:
@@ -97,6 +98,26 @@ class CompileAhead:
                 if JITFunction.run is ours:  # else somebody has put theirs around it
                     JITFunction.run = before
 
+    def is_new(self, kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
+        """Whether a launch may need another variant of a Triton kernel than all before: to ask
+        Triton, which hashes sources, takes longer than to launch."""
+        constants = (parameter.is_constexpr for parameter in kernel.params)
+        values = [
+            value if constant else _variant(value)
+            for value, constant in zip(args, constants, strict=False)
+        ]
+        named = [
+            (name, _variant(value) if isinstance(value, Tensor) else value)
+            for name, value in sorted(options.items())
+        ]
+        key = (id(kernel), *values, *named)
+        try:
+            is_new = key not in self._launched
+            self._launched.add(key)
+        except TypeError:  # a value that has no hash
+            return True
+        return is_new
+
     def submit_triton(self, compile_: Callable[[], Any]) -> Future[Any]:
         """Compile and load a Triton kernel."""
 
@@ -114,29 +135,32 @@ class CompileAhead:
 
 @contextlib.contextmanager
 def compilers_ahead(device: torch.device) -> Iterator[None]:
-    """Meanwhile another thread has what compilers need before their first kernel: a CUDA context,
+    """Meanwhile other threads have what compilers need before their first kernel: a CUDA context,
     NVRTC's library, the digest of Triton's own files, and the module by which it asks the driver.
 
     Args:
         device: a CUDA device.
     """
-    thread = threading.Thread(target=_have_compilers, args=(device,), name="compilers")
-    thread.start()
-    try:
+    with ThreadPoolExecutor(2, thread_name_prefix="compilers") as pool:
+        pool.submit(_have_driver, device)
+        pool.submit(_have_digest)
         yield
-    finally:
-        thread.join()
 
 
-def _have_compilers(device: torch.device) -> None:
+def _have_driver(device: torch.device) -> None:
     # What is not there is an error where it is needed.
-    with contextlib.suppress(Exception), torch.cuda.device(device):
+    with torch.cuda.device(device):
         torch.zeros(1, device=device)
         cuda.unavailable(device.index or 0)
-        from triton.runtime import cache, driver
+        from triton.runtime import driver
 
         driver.active.get_current_target()
-        cache.triton_key()
+
+
+def _have_digest() -> None:
+    from triton.runtime.cache import triton_key
+
+    triton_key()
 
 
 def can_rehearse() -> bool:
@@ -169,11 +193,24 @@ def _load(kernel: Any, device: torch.device) -> None:
         getattr(kernel, "run")  # noqa: B009 - a property, which loads
 
 
+def _variant(value: Any) -> Any:
+    """What Triton may know of an argument that is no constant, or more."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, int) and not isinstance(value, bool):
+        return int, value == 1, value % 16 == 0, value.bit_length() > 31
+    return type(value), value
+
+
 def _rehearsed(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
     def rehearsed(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        only = warmup or rehearsing.ahead is not None
-        return run(kernel, *args, grid=grid, warmup=only, **options)
+        ahead = rehearsing.ahead
+        if ahead is None:
+            return run(kernel, *args, grid=grid, warmup=warmup, **options)
+        if ahead.is_new(kernel, args, options):
+            return run(kernel, *args, grid=grid, warmup=True, **options)
+        return None
 
     return rehearsed
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 
+import torch
+
 from megatron_async.device.protocol import Device, Graph
 from megatron_async.models.network import Network
 from megatron_async.runner.memory.forward_batch import ForwardBatch
@@ -164,12 +166,14 @@ class StepGraphs:
             return
         from megatron_async.kernels.ahead import CompileAhead, can_rehearse
 
-        self._device.synchronize()  # buffers are filled on another stream than its own
         rehearses = self._program.can_be_rehearsed and can_rehearse()
+        filling = torch.cuda.current_stream(self._device.torch_device)
         with CompileAhead(self._device.torch_device) as ahead:
             ahead.compile(model.kernels_of(rows, batch))
             if rehearses:
                 with self._device.inline(), ahead.rehearsal():
+                    # What has been allocated is filled on another stream.
+                    torch.cuda.current_stream().wait_stream(filling)
                     self._rehearse_around_the_model()
             model.prepare(rows, batch)
             if rehearses:
@@ -179,11 +183,11 @@ class StepGraphs:
 
     def _rehearse_around_the_model(self) -> None:
         """Launch what decode steps do around the model, and some steps with prefill chunks."""
-        program, buckets = self._program, product(self.buckets, self._windows)
-        for rows, window in buckets:
-            program.load_decode(rows, window)
+        program = self._program
+        for rows, window in product(self.buckets, self._windows):
             for extended in self._extended:
                 program.rehearse_sampling(rows, window, extended=extended)
+            program.load_decode(rows, window)
         program.load_control()
         if not program.rehearses_mixed:
             return
@@ -201,10 +205,10 @@ class StepGraphs:
             work = partial(self._mixed_work, self.mixed_shape(0, tokens, window))
             self._mixed[tokens, window] = self._device.capture(work, MIXED)
             yield tokens
+        self._control = self._device.capture(self._program.load_control, "C")
         for rows, window in product(reversed(self.buckets), windows):
             self._capture_rows(rows, window)
             yield rows
-        self._control = self._device.capture(self._program.load_control, "C")
 
     def _capture_rows(self, rows: int, window: int) -> None:
         """The graphs of decode steps of a window, and of what follows a step of it."""
@@ -217,9 +221,10 @@ class StepGraphs:
             for drafts in {window - 1, self._windows[-1] - 1}:
                 alone = of._replace(drafts=drafts)
                 self._sample[alone] = capture(partial(self._sample_work, alone), s)
-            self._step[of] = capture(partial(self._step_work, of), f"{s} H2D F")
+            # C, S and H2D -> F have run in these shapes.
+            self._step[of] = capture(partial(self._step_work, of), f"{s} H2D F", has_run=True)
             controlled = partial(self._controlled_work, of)
-            self._controlled_step[of] = capture(controlled, f"C {s} H2D F")
+            self._controlled_step[of] = capture(controlled, f"C {s} H2D F", has_run=True)
         if self._between is not None and window > 1:
             self._capture_guided(self._between, SampleShape(rows, window, window - 1, True))
 

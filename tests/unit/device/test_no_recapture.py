@@ -114,9 +114,9 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def counting(device: type) -> Callable[..., Any]:
         capture = device.capture  # type: ignore[attr-defined]
 
-        def counted(self: Any, work: Callable[[], None], name: str) -> Any:
+        def counted(self: Any, work: Callable[[], None], name: str, **options: Any) -> Any:
             names.append(name)
-            return capture(self, work, name)
+            return capture(self, work, name, **options)
 
         return counted
 

@@ -105,9 +105,9 @@ class LateFills(CudaDevice):
         torch.cuda._sleep(50_000_000)
         return super().packet_ring(entries, width)
 
-    def capture(self, work: Callable[[], None], name: str) -> Graph:
+    def capture(self, work: Callable[[], None], name: str, *, has_run: bool = False) -> Graph:
         assert torch.cuda.current_stream().query(), f"{name} may read memory before it is filled"
-        return super().capture(work, name)
+        return super().capture(work, name, has_run=has_run)
 
 
 def test_graphs_are_captured_after_memory_is_filled() -> None:

@@ -105,6 +105,33 @@ def test_rehearsed_launches_compile_in_other_threads_and_run_nothing(
 
 
 @compiles
+def test_each_variant_of_a_kernel_is_compiled_once(compilations: list[tuple[str, str]]) -> None:
+    from megatron_async.kernels import rings
+
+    _forget()
+    ring, counter, _, into = _rings()
+    shifted = torch.ones(65, dtype=torch.int32)[1:]  # its address is no multiple of 16 bytes
+
+    def launch(to: torch.Tensor, width: int, block: int) -> None:
+        rings._read_packet_kernel[(1,)](ring, counter, to, 2, 64, width, BLOCK=block)
+
+    variants = [(into, 40, 1024), (into, 48, 1024), (into, 40, 512), (shifted, 40, 1024)]
+    asked = []
+    with CompileAhead(GPU, lambda *_: None) as ahead, ahead.rehearsal():
+        is_new = ahead.is_new
+        for _ in range(2):
+            for variant in (*variants, (into, 41, 1024)):  # as 40
+                launch(*variant)
+        asked = [is_new(rings._advance_kernel, (counter,), {}) for _ in range(2)]
+    assert asked == [True, False]
+    assert [name for name, _ in compilations] == ["_read_packet_kernel"] * len(variants)
+    with compiling_for(None):
+        for variant in variants:
+            launch(*variant)
+    assert len(compilations) == len(variants)
+
+
+@compiles
 def test_a_kernel_that_does_not_compile_is_an_error_of_its_launch(
     compilations: list[tuple[str, str]],
 ) -> None:

@@ -50,14 +50,14 @@ class FixedShapesDevice(CpuDevice):
         self.enqueued: Counter[str] = Counter()
         self.rings: list[Any] = []
 
-    def capture(self, work: Callable[[], None], name: str) -> Graph:
-        for _ in range(WARM_UP_RUNS):
+    def capture(self, work: Callable[[], None], name: str, *, has_run: bool = False) -> Graph:
+        for _ in range(0 if has_run else WARM_UP_RUNS):
             super().enqueue(work, name)
             self.synchronize()
             for ring in self.rings:
                 ring._consumed = ring._published = 0
         self.captured[name] += 1
-        return super().capture(work, name)
+        return super().capture(work, name, has_run=has_run)
 
     def enqueue(self, work: Callable[[], None], name: str) -> None:
         self.enqueued[name] += 1
