@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from megatron_async.errors import ConfigError
 from megatron_async.kernels import compile as cuda
-from megatron_async.kernels.ahead import CompileAhead, rehearsing
+from megatron_async.kernels.ahead import CompileAhead, compilers_ahead, rehearsing
 from tests.support.compiled_kernels import HOPPER, compiles, compiling_for
 from tests.support.patience import PATIENCE_SECONDS
 
@@ -187,6 +188,22 @@ def test_what_no_kernel_has_filled_is_zeros(compilations: list[tuple[str, str]])
             made.append(torch.empty_like(like))
     assert all(not each.any() for each in made)
     assert ("torch._dynamo" in sys.modules) == imported  # that takes seconds
+
+
+def test_compilers_that_are_not_there_are_no_error_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, threads = [], set(threading.enumerate())
+
+    def unavailable(index: int) -> None:
+        asked.append(threading.current_thread().name)
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(cuda, "unavailable", unavailable)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    with compilers_ahead(GPU):
+        pass
+    assert len(asked) == 1 and asked[0].startswith("compilers")
+    assert set(threading.enumerate()) == threads
 
 
 def test_what_one_thread_compiles_another_one_waits_for(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
+import string
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import pre_tokenizers
 
 from megatron_async.benchmark import runner
 from megatron_async.benchmark.model import BenchmarkModel
@@ -18,6 +21,7 @@ from megatron_async.device.bandwidth import copy_bandwidth
 from megatron_async.errors import ModelTooLargeError
 from megatron_async.models.build import build_random_model
 from megatron_async.models.description.config import ModelConfig
+from megatron_async.models.description.made_up_tokenizer import made_up_tokenizer
 from megatron_async.models.description.memory_traffic import (
     expected_experts,
     floor_ms,
@@ -205,3 +209,14 @@ def test_parts_are_added_up_here_unless_experts_do_it(model: Any) -> None:
         assert torch.equal(linear(x)[0], 2 * alone)
         patched.setattr(linear, "explicit_expert_comm", True)
         assert torch.equal(linear(x)[0], alone)
+
+
+def test_a_made_up_vocabulary_is_drawn_as_it_always_was() -> None:
+    """Figures of models with random weights go on to be comparable."""
+    source, size = random.Random(0), 3000
+    characters = string.ascii_letters + string.digits + string.punctuation + "Ġ" * 20
+    words = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    while len(words) < size - 1:
+        words["".join(source.choices(characters, k=source.randint(2, 8)))] = None
+    expected = {word: number for number, word in enumerate([*words, "<end>"])}
+    assert made_up_tokenizer(size).vocabulary == expected
