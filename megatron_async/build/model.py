@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ def load_share(path: str | Path, config: EngineConfig, device: torch.device) -> 
             tokenizer_model=config.tokenizer_model,
             quantization=config.quantization,
             quantize_activations=config.quantize_activations,
+            built=partial(_compile_meanwhile, config) if device.type == "cuda" else None,
         )
     weights = None
     if config.enable_sleep_mode:
@@ -100,6 +102,12 @@ def load_share(path: str | Path, config: EngineConfig, device: torch.device) -> 
         weights_region=weights,
         sampling_defaults=defaults,
     )
+
+
+def _compile_meanwhile(config: EngineConfig, model: Any) -> None:
+    from megatron_async.build.kernels import compile_meanwhile
+
+    compile_meanwhile(model, config)
 
 
 def _compilers_ahead(device: torch.device) -> AbstractContextManager[None]:

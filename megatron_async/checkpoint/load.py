@@ -181,6 +181,7 @@ class ModelFiles:
         dtype: torch.dtype,
         quantization: str | None = None,
         quantize_activations: bool = False,
+        built: Callable[[Any], None] | None = None,
     ) -> Any:
         """Build the model and fill it; raises CheckpointError. See :func:`load_pretrained`."""
         # Importing megatron takes seconds: not before all that can fail without it has passed.
@@ -206,6 +207,8 @@ class ModelFiles:
             self._decide(model, quantization)
         if quantize_activations:
             self._quantize_activations(model)
+        if built is not None:
+            built(model)
         if self.described.distributed is not None:
             from megatron_async.checkpoint.megatron.distributed import load_weights
 
@@ -255,6 +258,7 @@ def load_pretrained(
     tokenizer_model: str | Path | None = None,
     quantization: str | None = None,
     quantize_activations: bool = False,
+    built: Callable[[Any], None] | None = None,
 ) -> Pretrained:
     """Load a model directory; its format is recognised from its files. Of the root of a training of
     Megatron-LM its last iteration is taken.
@@ -277,6 +281,7 @@ def load_pretrained(
             as MXFP4 as they are. "mxfp4" keeps these alone. None multiplies all out.
         quantize_activations: linear layers that keep e4m3 quantize their inputs too, by scales that
             are stored for activations if the directory has such, else by token.
+        built: called with the model when its modules are there, before its weights are read.
 
     Raises:
         ConfigError: there is no such device, or it has less memory free than the weights take.
@@ -301,13 +306,13 @@ def load_pretrained(
     device = parse_device(device)
     shape = random_shape(path)
     if shape is not None:
-        quantize = quantization, quantize_activations
+        options = quantization, quantize_activations, built
         if tokenizer_model is not None:
             given = load_tokenizer(path, tokenizer_model)
-            return _random(str(path), shape, device, dtype, lambda: given, *quantize)
+            return _random(str(path), shape, device, dtype, lambda: given, *options)
         with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:
             made_up = beside.submit(load_tokenizer, path)
-            return _random(str(path), shape, device, dtype, made_up.result, *quantize)
+            return _random(str(path), shape, device, dtype, made_up.result, *options)
     files = ModelFiles.at(path)
     directory, description = files.directory, files.described.model
     tokenizer = None
@@ -319,7 +324,7 @@ def load_pretrained(
         eos_token_ids = tokenizer.eos_ids
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else description.dtype
-    model = files.load(device, dtype, quantization, quantize_activations)
+    model = files.load(device, dtype, quantization, quantize_activations, built)
     if description.vocabulary is not None:
         model.token_count = description.vocabulary.token_count(
             description.config.vocab_size, None if tokenizer is None else tokenizer.vocab_size
@@ -349,6 +354,7 @@ def _random(
     tokenizer_made: Callable[[], Tokenizer],
     quantization: str | None,
     quantize_activations: bool,
+    built: Callable[[Any], None] | None,
 ) -> Pretrained:
     from megatron_async.models.build import build_random_model
     from megatron_async.models.description.shapes import kept_of_shape
@@ -362,6 +368,8 @@ def _random(
         quantize_activations=quantize_activations,
         **kept_of_shape(name, quantization),
     )
+    if built is not None:
+        built(model)
     tokenizer = tokenizer_made()
     return Pretrained(
         model=model,

@@ -27,6 +27,7 @@ from megatron_async.kernels import compile as cuda
 MOST_THREADS = 16
 
 _patching = threading.Lock()
+_begun: set[tuple[str, tuple[tuple[str, int], ...], str]] = set()
 
 
 class _Rehearsal(threading.local):
@@ -51,10 +52,9 @@ class CompileAhead:
     ) -> None:
         self._device = device
         self._load = load or _load
-        count = min(MOST_THREADS, os.cpu_count() or 1)
+        count = _thread_count()
         self._cuda_threads = ThreadPoolExecutor(count, thread_name_prefix="nvrtc")
         self._triton_threads = ThreadPoolExecutor(count, thread_name_prefix="triton")
-        self._begun: set[tuple[str, tuple[tuple[str, int], ...]]] = set()
         self._launched: set[tuple[Any, ...]] = set()
         self._stack = contextlib.ExitStack()
 
@@ -73,12 +73,8 @@ class CompileAhead:
     def compile(self, work: Iterable[tuple[str, Mapping[str, int]]]) -> None:
         """Have sources compiled with their macros, each once, so that they are found on disk."""
         for source, defines in work:
-            key = source, tuple(sorted(defines.items()))
-            if key not in self._begun:
-                self._begun.add(key)
-                self._cuda_threads.submit(
-                    cuda.machine_code, source, dict(defines), cuda.architecture(self._index)
-                )
+            architecture = cuda.architecture(self._device.index or 0)
+            _begin(self._cuda_threads, source, defines, architecture)
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -128,10 +124,6 @@ class CompileAhead:
 
         return self._triton_threads.submit(work)
 
-    @property
-    def _index(self) -> int:
-        return self._device.index or 0
-
 
 @contextlib.contextmanager
 def compilers_ahead(device: torch.device) -> Iterator[None]:
@@ -161,6 +153,31 @@ def _have_digest() -> None:
     from triton.runtime.cache import triton_key
 
     triton_key()
+
+
+def compile_in_background(
+    work: Iterable[tuple[str, Mapping[str, int]]], device: torch.device
+) -> None:
+    """Begin to compile sources with their macros; the threads end by themselves. Work that raises
+    ends there."""
+    pool = ThreadPoolExecutor(_thread_count(), thread_name_prefix="nvrtc")
+    try:
+        for source, defines in work:
+            _begin(pool, source, defines, cuda.architecture(device.index or 0))
+    finally:
+        pool.shutdown(wait=False)
+
+
+def _begin(pool: Executor, source: str, defines: Mapping[str, int], architecture: str) -> None:
+    """Have a source compiled, once in the life of this process: later ones find it on disk."""
+    key = source, tuple(sorted(defines.items())), architecture
+    if key not in _begun:
+        _begun.add(key)
+        pool.submit(cuda.machine_code, source, dict(defines), architecture)
+
+
+def _thread_count() -> int:
+    return min(MOST_THREADS, os.cpu_count() or 1)
 
 
 def can_rehearse() -> bool:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron_async.errors import ConfigError
+from megatron_async.kernels import ahead as ahead_
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.ahead import CompileAhead, compilers_ahead, rehearsing
 from tests.support.compiled_kernels import HOPPER, compiles, compiling_for
@@ -26,6 +27,7 @@ GPU = torch.device("cuda", 0)
 def fresh_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.setenv("MEGATRON_ASYNC_CACHE", str(tmp_path / "kernels"))
+    monkeypatch.setattr(ahead_, "_begun", set())
 
 
 @pytest.fixture
