@@ -234,7 +234,7 @@ class StepGraphs:
         self._guided_forward[of.rows, of.window] = self._device.capture(forward, "H2D F")
         s = "T+" if self._program.takes_samples else "S+"
         step = partial(self._step_work, of, between)
-        self._guided_step[of] = self._device.capture(step, f"{s} H2D F")
+        self._guided_step[of] = self._device.capture(step, f"{s} H2D F", has_run=True)
 
     def control(self) -> Graph:
         """C alone, in front of steps that replay more than one graph."""
