@@ -14,6 +14,7 @@ from megatron_async.request.parameter_checks import as_integer
 DEFAULT_ASYNC_DEPTH = 1
 DEFAULT_BLOCK_SIZE_TOKENS = 64
 MAX_DEPTH = 64
+MAX_AUTOTUNE_SECONDS = 600.0
 MAX_REQUESTS = 2**16
 MAX_DRAFTS = 64
 LEAST_DRAFT_COST = 0.05
@@ -60,6 +61,16 @@ def check_rank_timeout(seconds: object) -> None:
         raise ConfigError(
             f"rank_timeout_seconds={shown(seconds)} must be 0, which is never, or between 1 and "
             f"{most:.0f}"
+        )
+
+
+def check_autotune_seconds(seconds: object) -> None:
+    """Raises :class:`ConfigError` unless a start may take ``seconds`` for timing GEMMs."""
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not is_number or not 0 <= seconds <= MAX_AUTOTUNE_SECONDS:  # type: ignore[operator]
+        raise ConfigError(
+            f"gemm_autotune_seconds={shown(seconds)} must be between 0 and "
+            f"{MAX_AUTOTUNE_SECONDS:.0f}"
         )
 
 
@@ -162,6 +173,8 @@ class EngineConfig:
             for them. Each layer of experts then leaves them in a buffer of the device.
         capture_mixed_steps: capture steps with prefill chunks too, one graph for each token
             bucket; without it their kernels are launched one by one, with the same results.
+        gemm_autotune_seconds: of a start on a GPU, for timing GEMMs of decode steps whose shapes
+            nobody has measured; what is fastest is kept for later starts. 0 times none.
         kv_events_config: publish which blocks the prefix cache knows, for routers outside; a
             ``KVEventsConfig``, or its fields in a mapping. None publishes nothing.
         enable_sleep_mode: weights and KV cache lie in memory that ``sleep`` gives back and
@@ -231,6 +244,7 @@ class EngineConfig:
     late_planning: bool = False
     return_routed_experts: bool = False
     capture_mixed_steps: bool = True
+    gemm_autotune_seconds: float = 0.0
     kv_events_config: KVEventsConfig | None = None
     enable_sleep_mode: bool = False
     device: str | None = None
@@ -262,6 +276,7 @@ class EngineConfig:
             self._check(f"{name}_model_parallel_size", 1, MAX_RANKS)
         self._check("pipeline_micro_batches", 1, MAX_RANKS, optional=True)
         check_rank_timeout(self.rank_timeout_seconds)
+        check_autotune_seconds(self.gemm_autotune_seconds)
         self._check("num_speculative_tokens", 0, MAX_DRAFTS)
         if self.draft_model is not None and self.speculative_method != "mtp":
             raise ConfigError(

@@ -63,7 +63,7 @@ TAKEN = (
 """
 PATHS = ("tokenizer_model", "draft_model")
 """Fields that name files; :func:`check_paths` is for files of others."""
-MACHINE = ("device",)
+MACHINE = ("device", "gemm_autotune_seconds")
 """Fields that say where a run was; a replay takes the CPU from it alone."""
 REFUSED = ("record", "kv_events_config")
 """Fields that no recorder writes: they would open files and ports."""

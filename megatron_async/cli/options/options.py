@@ -17,6 +17,7 @@ from megatron_async.config.engine_config import (
     GUIDED_ROWS,
     KV_CACHE_DTYPES,
     LEAST_DRAFT_COST,
+    MAX_AUTOTUNE_SECONDS,
     MAX_COUNT,
     MAX_DEPTH,
     MAX_RANKS,
@@ -53,7 +54,7 @@ _SAME += "long_prefill_token_threshold max_long_partial_prefills "
 _SAME += "enable_prefix_caching allow_non_finite_weights inference_logging_step_interval "
 _SAME += "num_speculative_tokens speculative_method draft_model generation_config "
 _SAME += "tokenizer_model state_snapshot_count recurrent_state_dtype quantization kv_cache_dtype "
-_SAME += "quantize_activations "
+_SAME += "quantize_activations gemm_autotune_seconds "
 PARALLEL_SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -254,6 +255,10 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int | None) 
     add(FLAGS["num_cuda_graphs"], dest="num_cuda_graphs", type=graph_count, metavar="N", help=said)
     said = "capture no steps with prefill chunks: a faster start, slower prompts"
     add(FLAGS["capture_mixed_steps"], dest="capture_mixed_steps", action="store_false", help=said)
+    said = "of the start, for timing GEMMs whose shapes nobody has measured; what is fastest is "
+    said += "kept for later starts, as by 'tune'; 0 times none (default: 0)"
+    name = FLAGS["gemm_autotune_seconds"]
+    add(name, type=number(0, MAX_AUTOTUNE_SECONDS), default=0.0, metavar="S", help=said)
     said = "check behind new weights, sleep and reset that captured graphs fit the engine's memory"
     add("--audit-graphs", action="store_true", help=said)
     add("--debug", action="store_true", help="check every step and spoil freed memory; slow")

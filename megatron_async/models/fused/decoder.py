@@ -23,6 +23,7 @@ from megatron_async.kernels.gemm.tile_config import (
     ANY_SHAPE_ROWS,
     MAX_ROWS,
     NO_NORM,
+    GemmProblem,
     TileConfig,
     padded,
 )
@@ -230,11 +231,20 @@ class FusedDecoder:
         such as "fc1 of layer 3"."""
         return self._gemms.declared
 
+    @property
+    def reader(self) -> int:
+        """The norm that reads the residual stream in most layers."""
+        norms = [place.fused.norm for place in self._places if place.fused is not None]
+        return next((norm.kind for norm in norms if norm is not None), NO_NORM)
+
     def defines(self, gemm: Gemm, rows: int, tiling: TileConfig) -> dict[str, int]:
         """Macros of a GEMM's kernel for padded ``rows``, as most layers use it."""
-        norms = [place.fused.norm for place in self._places if place.fused is not None]
-        reader = next((norm.kind for norm in norms if norm is not None), NO_NORM)
-        return defines_of(gemm, rows, reader, tiling)
+        return defines_of(gemm, rows, self.reader, tiling)
+
+    def adopt(self, found: Mapping[GemmProblem, TileConfig | None]) -> None:
+        """Take these tile configs from now on, see :meth:`~.gemms.SkinnyGemms.adopt`."""
+        self._gemms.adopt(found)
+        self._chosen.clear()
 
     def compile(self, rows: list[int], context: Any) -> None:
         """Compile and load what forwards of ``rows`` tokens need, side by side; later calls find

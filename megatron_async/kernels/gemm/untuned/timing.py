@@ -6,6 +6,8 @@ memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -62,30 +64,30 @@ class TimedGemm:
         self.problem, self._reader, self._device = problem, reader, memory.device
         of = {"device": memory.device, "dtype": torch.bfloat16}
         dtype = torch.float8_e4m3fn if columns else torch.bfloat16
-        self._weights = memory[: bytes_needed(problem)].view(dtype).view(-1, n, k)
+        self.weights = memory[: bytes_needed(problem)].view(dtype).view(-1, n, k)
         draw = torch.Generator(memory.device).manual_seed(0)
-        self._x = torch.randn(rows, k, generator=draw, **of)  # type: ignore[call-overload]
-        self._out = torch.zeros(rows, n // 2 if epilogue == SILU_GATE else n, **of)  # type: ignore[call-overload]
+        self.x = torch.randn(rows, k, generator=draw, **of)  # type: ignore[call-overload]
+        self.out = torch.zeros(rows, n // 2 if epilogue == SILU_GATE else n, **of)  # type: ignore[call-overload]
         self._given: dict[str, object] = {}
         if columns:
             self._given["weight_scale"] = torch.ones(n, k // columns, device=memory.device)
         if norm != NO_NORM:
             unit = torch.ones(k, **of)  # type: ignore[call-overload]
             bias = torch.zeros_like(unit) if norm == LAYER_NORM else None
-            statistics = statistics_of(self._x, norm, _PER_STATISTIC)
+            statistics = statistics_of(self.x, norm, _PER_STATISTIC)
             self._given |= {"norm": (unit, bias, 1e-5), "statistics": statistics}
         if epilogue == ADD:
-            self._given["residual"] = torch.zeros_like(self._out)
+            self._given["residual"] = torch.zeros_like(self.out)
             if reader == RMS_NORM:
-                unit = torch.ones_like(self._out[0])
-                self._given["scaled"] = unit, torch.empty_like(self._out)
+                unit = torch.ones_like(self.out[0])
+                self._given["scaled"] = unit, torch.empty_like(self.out)
         self._wanted: Tensor | None = None
 
-    def time_us(self, config: TileConfig, replays: int = 4) -> float:
-        """Microseconds of a launch, the least of ``replays`` means.
+    def launcher(self, config: TileConfig) -> Callable[[int], None]:
+        """Launches of ``config``; number i takes weight i of several.
 
         Raises:
-            ArithmeticError: the config computes something else than the first one that was timed.
+            ArithmeticError: the config computes something else than the first one did.
             RuntimeError: it cannot be built or launched.
         """
         rows, n, k, norm, epilogue, columns = self.problem
@@ -98,22 +100,36 @@ class TimedGemm:
         if epilogue == ADD:
             tiles = n // gemm.statistic_rows
             given["statistics_out"] = torch.empty(rows, tiles, 2, device=self._device)
-        gemm(self._x, self._weights[0], self._out, **given)  # type: ignore[arg-type]
+
+        def launch(number: int) -> None:
+            weight = self.weights[number % len(self.weights)]
+            gemm(self.x, weight, self.out, **given)  # type: ignore[arg-type]
+
+        launch(0)
         self._check()
-        round_bytes = len(self._weights) * weight_bytes(self.problem)
-        count = len(self._weights) * -(-MEASURED_BYTES // round_bytes)
+        return launch
+
+    def time_us(self, config: TileConfig, replays: int = 4) -> float:
+        """Microseconds of a launch, the least of ``replays`` means.
+
+        Raises:
+            ArithmeticError, RuntimeError: see :meth:`launcher`.
+        """
+        launch = self.launcher(config)
+        round_bytes = len(self.weights) * weight_bytes(self.problem)
+        count = len(self.weights) * -(-MEASURED_BYTES // round_bytes)
         graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph, which collects garbage for longer than a measurement takes.
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             graph.capture_begin(capture_error_mode="thread_local")
-            for i in range(count):
-                gemm(self._x, self._weights[i % len(self._weights)], self._out, **given)  # type: ignore[arg-type]
+            for number in range(count):
+                launch(number)
             graph.capture_end()
         graph.replay()
         return min(mean_us(graph.replay, 1) for _ in range(replays)) / count
 
     def _check(self) -> None:
-        got = self._out.double()
+        got = self.out.double()
         if self._wanted is None:
             self._wanted = got
         error = float((got - self._wanted).norm() / self._wanted.norm())

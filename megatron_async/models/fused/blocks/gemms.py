@@ -93,7 +93,7 @@ class SkinnyGemms:
         self.sm_count = cuda.sm_count(index)
         self.limit = block_limit(device)
         self._tma = cuda.has_wgmma(index)
-        self._found = load_tuned(cuda.device_name(index))
+        self._found = dict(load_tuned(cuda.device_name(index)))
         self._names: dict[tuple[str, Gemm], str] = {}
         self._kernels: dict[tuple[Gemm, int, int, bool], SkinnyGemm] = {}
 
@@ -128,6 +128,16 @@ class SkinnyGemms:
             taken = name in self._names.values()
             self._names[name, gemm] = f"{name} of layer {layer}" if taken else name
         return gemm
+
+    def adopt(self, found: Mapping[GemmProblem, TileConfig | None]) -> None:
+        """Take these tile configs, as if ``megatron-async tune`` had found them, and forget what it
+        found where there is None. Kernels that were made stay: graphs hold them."""
+        for problem, config in found.items():
+            if config is not None:
+                self._found[problem] = config
+                continue
+            for each in (problem, problem._replace(norm=None, epilogue=None)):
+                self._found.pop(each, None)
 
     @property
     def declared(self) -> dict[str, Gemm]:
