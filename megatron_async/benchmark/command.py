@@ -48,7 +48,7 @@ SERVER_DEFAULTS: dict[str, Any] = {"endpoint": "completions", "client_processes"
 SERVER_OPTIONS = ("api_key", "served_model_name", "vocabulary", "concurrency", *SERVER_DEFAULTS)
 NOT_OF_SERVER = (
     *("model", "shape", "device", "dtype", "kv_cache_dtype", "depths", "block_count", "baseline"),
-    *("late_planning", *DRAFT_OPTIONS),
+    *("late_planning", "gemm_autotune_seconds", *DRAFT_OPTIONS),
 )
 _DESCRIPTION = """\
 Measure how fast requests are decoded from prompts of random token ids, or of text. Every depth

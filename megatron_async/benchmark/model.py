@@ -50,6 +50,8 @@ class BenchmarkModel:
     group: RankGroup | None = None
     late_planning: bool = False
     """Its engines plan steps as late as they can."""
+    gemm_autotune_seconds: float = 0.0
+    """Of the start of each engine."""
 
     def served(self, tokenizer: Any = None) -> ServedModel:
         """The model as an engine takes it."""
@@ -216,4 +218,5 @@ def _load(
         name, config, network, device, dtype, seconds, draft_config, tokenizer,
         getattr(args, "pipeline_micro_batches", None), draft, group,
         bool(getattr(args, "late_planning", False)),
+        getattr(args, "gemm_autotune_seconds", None) or 0.0,
     )  # fmt: skip

@@ -124,7 +124,6 @@ def network_over(model: Any, config: EngineConfig) -> GPTNetwork:
         model,
         batch_invariant=config.batch_invariant,
         kv_cache_dtype=None if config.kv_cache_dtype is None else torch.float8_e4m3fn,
-        gemm_autotune_seconds=config.gemm_autotune_seconds,
     )
 
 

@@ -124,6 +124,7 @@ def open_runner(
     try:
         batch.cache.attached = True
         batch.grids_may_wait = network.claim_waiting_grids(runs_on)
+        batch.gemm_autotune_seconds = config.gemm_autotune_seconds
         for each in (network, model.draft):
             if each is not None:
                 each.reserve_positions(spec.sizes.max_sequence_length)

@@ -25,6 +25,7 @@ class Batch(Protocol):
         num_speculative_tokens: drafts that each decode row may bring along.
         batch_invariant: a token's bits do not depend on what else is in the forward.
         grids_may_wait: grids may wait for their own CTAs, see ``device/waiting_grids.py``.
+        gemm_autotune_seconds: of the start, for timing GEMMs that nobody has measured.
         states: recurrent states of the model; None without.
         padding_mask: bool ``[1, T]``, true for tokens that are padding, or of requests that have
             ended; None if there are none.
@@ -45,6 +46,7 @@ class Batch(Protocol):
     num_speculative_tokens: int = 0
     batch_invariant: bool = False
     grids_may_wait: bool = False
+    gemm_autotune_seconds: float = 0.0
     states: Any = None
     decoder_hidden_states: Tensor | None = None
 

@@ -69,9 +69,7 @@ class GPTNetwork(Network):
         batch_invariant: bool = False,
         fused_decode: bool = True,
         kv_cache_dtype: torch.dtype | None = None,
-        gemm_autotune_seconds: float = 0.0,
     ) -> None:
-        self._autotune_seconds = gemm_autotune_seconds
         if not isinstance(model, Inference):
             from megatron_async.models.adapt import adapt_model
 
@@ -193,10 +191,11 @@ class GPTNetwork(Network):
 
     def prepare(self, rows: list[int], context: Any) -> None:
         """Compile what decoding ``rows`` rows needs, ahead of their capture."""
-        if self._fused is not None and self._autotune_seconds and self.device.type == "cuda":
+        if self._fused is not None and context.gemm_autotune_seconds:
             from megatron_async.models.fused.autotune import tune_and_keep
 
-            tune_and_keep(self._fused, rows, self._autotune_seconds, self.device, self.parallel)
+            seconds = context.gemm_autotune_seconds
+            tune_and_keep(self._fused, rows, seconds, self.device, self.parallel)
         if self._fused_mtp is not None:
             self._prepare_drafts(self._fused_mtp, rows, context)
         if self._fused is None:

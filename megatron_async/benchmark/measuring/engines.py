@@ -88,6 +88,7 @@ def _config(
         pipeline_micro_batches=model.micro_batches,
         kv_cache_dtype=model.kv_cache_dtype,
         late_planning=model.late_planning,
+        gemm_autotune_seconds=model.gemm_autotune_seconds,
         **drafts.config,
         **sizes,
     )

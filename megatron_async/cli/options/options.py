@@ -132,6 +132,14 @@ def add_benchmark_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--quantization", choices=QUANTIZATIONS, help=_QUANTIZATION)
     group.add_argument("--quantize-activations", action="store_true", help=_QUANTIZE_ACTIVATIONS)
     group.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, help=_KV_CACHE_DTYPE)
+    _add_autotune_option(group.add_argument, default=None)
+
+
+def _add_autotune_option(add: Callable[..., Any], default: float | None) -> None:
+    said = "of the start, for timing GEMMs whose shapes nobody has measured; what is fastest is "
+    said += "kept for later starts, as by 'tune'; 0 times none (default: 0)"
+    kind = number(0, MAX_AUTOTUNE_SECONDS)
+    add(FLAGS["gemm_autotune_seconds"], type=kind, default=default, metavar="S", help=said)
 
 
 def add_scheduling_options(parser: argparse.ArgumentParser, *, default: str) -> None:
@@ -255,10 +263,7 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int | None) 
     add(FLAGS["num_cuda_graphs"], dest="num_cuda_graphs", type=graph_count, metavar="N", help=said)
     said = "capture no steps with prefill chunks: a faster start, slower prompts"
     add(FLAGS["capture_mixed_steps"], dest="capture_mixed_steps", action="store_false", help=said)
-    said = "of the start, for timing GEMMs whose shapes nobody has measured; what is fastest is "
-    said += "kept for later starts, as by 'tune'; 0 times none (default: 0)"
-    name = FLAGS["gemm_autotune_seconds"]
-    add(name, type=number(0, MAX_AUTOTUNE_SECONDS), default=0.0, metavar="S", help=said)
+    _add_autotune_option(add, default=0.0)
     said = "check behind new weights, sleep and reset that captured graphs fit the engine's memory"
     add("--audit-graphs", action="store_true", help=said)
     add("--debug", action="store_true", help="check every step and spoil freed memory; slow")

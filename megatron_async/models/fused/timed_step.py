@@ -148,6 +148,7 @@ class Rig:
             position_ids=self.positions,
             states=self._states(),
             grids_may_wait=waiting_grids.claim(self.device, self) is None,
+            gemm_autotune_seconds=0.0,
         )
         self.tokens = torch.randint(config.vocab_size, (rows,), device=self.device)
         self.wanted: list[torch.Tensor] = []

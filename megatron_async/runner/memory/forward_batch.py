@@ -37,6 +37,7 @@ class ForwardBatch(BaseInferenceContext):
         states: recurrent states of the model; None without.
         grids_may_wait: the grids of the engine that has it may wait for their own CTAs, see
             ``device/waiting_grids.py``.
+        gemm_autotune_seconds: see :class:`~megatron_async.models.batch.Batch`.
         decoder_hidden_states: of the last forward, ``[T, 1, hidden]``; the model sets them.
         position_ids, token_slots, slot_mapping, last_token_index, window, has_gaps: of the forward
             that runs now, see :class:`AttentionMetadata`.
@@ -63,6 +64,7 @@ class ForwardBatch(BaseInferenceContext):
         self.num_speculative_tokens = sizes.num_speculative_tokens
         self.batch_invariant = sizes.batch_invariant
         self.grids_may_wait = False
+        self.gemm_autotune_seconds = 0.0
         self.decoder_hidden_states: torch.Tensor | None = None
         self.states: RecurrentStates | None = cache.states if kv is None else None
         self.scales: torch.Tensor | None = None
