@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_async.benchmark.measuring.engines import decode_config
+from megatron_async.benchmark.measuring.loads import Load
+from megatron_async.benchmark.model import BenchmarkModel
+from megatron_async.build.runner import open_runner
+from megatron_async.build.spec import EngineSpec
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.gemm.tile_config import (
     ADD,
@@ -26,9 +32,16 @@ from megatron_async.kernels.gemm.tile_config import (
     save_tuned,
     user_file,
 )
-from megatron_async.models.fused import autotune
+from megatron_async.models.build import build_model
+from megatron_async.models.fused import autotune, where
 from megatron_async.models.fused.blocks.gemms import Gemm, SkinnyGemms
+from megatron_async.models.fused.decoder import FusedDecoder
+from megatron_async.models.gpt_network import GPTNetwork
+from megatron_async.models.served import ServedModel
 from tests.support import emulator
+from tests.support.engines import config_at
+from tests.support.hash_model import HashModel
+from tests.unit.models.test_forward_accuracy import MODELS, tiny
 
 SMS, CPU = 132, torch.device("cpu")
 KNOWN = 6144, 4096
@@ -212,3 +225,48 @@ def test_tuned_problems_are_open_on_another_gpu(
     assert len(list(autotune.open_problems(Decoder().gemms, [1]))) == 1
     monkeypatch.setattr(cuda, "device_name", lambda index: "another")
     assert len(list(autotune.open_problems(Decoder().gemms, [1]))) == 2
+
+
+@pytest.mark.parametrize("seconds", [0.0, 3.0])
+def test_networks_tune_before_they_compile(
+    hopper: None, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    done: list[Any] = []
+    config = replace(tiny(MODELS["llama"]), hidden_size=128, head_dim=32, ffn_hidden_size=256)
+    model = build_model(config, device="cpu", dtype=torch.bfloat16, initialize=False)
+    monkeypatch.setattr(where, "device_why_not", lambda model: None)
+    monkeypatch.setattr(autotune, "tune_and_keep", lambda *given: done.append(given))
+    monkeypatch.setattr(cuda, "compile_together", lambda *_: done.append("compile"))
+    context = SimpleNamespace(
+        gemm_autotune_seconds=seconds, block_size_tokens=16, batch_invariant=False,
+        block_table=torch.zeros(1, 4, dtype=torch.int64),
+        kv_cache=torch.zeros(0, dtype=torch.bfloat16), num_speculative_tokens=0, scales=None,
+    )  # fmt: skip
+    network = GPTNetwork(model)
+    network.prepare([1, 4], context)
+    assert done[-1] == "compile" and len(done) == (2 if seconds else 1)
+    if seconds:
+        decoder, rows, given, device, ranks = done[0]
+        assert isinstance(decoder, FusedDecoder) and (rows, given) == ([1, 4], seconds)
+        assert device == CPU and ranks is None
+
+
+def test_the_batch_of_an_engine_has_the_seconds() -> None:
+    seen: list[float] = []
+    config = config_at(0, max_requests=1, block_count=8, gemm_autotune_seconds=2.5)
+    model = ServedModel(network=HashModel())
+    open_runner(
+        EngineSpec.of(model, config, "cpu"),
+        model,
+        CPU,
+        make=lambda _, batch, *__, **___: seen.append(batch.gemm_autotune_seconds),  # type: ignore[func-returns-value]
+    )
+    assert seen == [2.5]
+
+
+def test_engines_of_bench_have_the_seconds() -> None:
+    model = BenchmarkModel(
+        "hash", tiny(MODELS["llama"]), SimpleNamespace(kv_cache_spec=SimpleNamespace(kept=None)),  # type: ignore[arg-type]
+        CPU, torch.float32, 0.0, gemm_autotune_seconds=2.5,
+    )  # fmt: skip
+    assert decode_config(model, 1, 0, Load()).gemm_autotune_seconds == 2.5
