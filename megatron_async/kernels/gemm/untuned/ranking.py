@@ -44,17 +44,19 @@ class Constants(NamedTuple):
         begin: of a launch.
         tile: of a further tile, or wave.
         split, workspace, warps_k: of sums over CTAs of a cluster, by way of memory, over warps.
+        sums: rate at which a CTA hands its sums to the others.
         crowded: of a launch whose successor finds no room for its CTAs beside it.
     """
 
     memory: float = 4.3e6
     sm: float = 70e3
-    l2: float = 5.6e6
+    l2: float = 8e6
     latency: float = 1.2
     begin: float = 2.0
     tile: float = 0.3
     split: float = 0.12
     workspace: float = 1.0
+    sums: float = 40e3
     warps_k: float = 0.1
     crowded: float = 0.5
 
@@ -123,12 +125,13 @@ def estimated_us(
     """About how long a launch of ``config`` takes among others of its kind, in microseconds."""
     c, load = constants, load_of(problem, config, sm_count, limit)
     share = sm_count / 132
-    rate = load.in_flight / (c.latency + load.in_flight / c.sm)
+    both = 1 + load.x / load.weight  # x comes with the weight, in buffers of its own
+    rate = load.in_flight / (c.latency + load.in_flight * both / c.sm)
     bytes_of_all = load.tiles * (load.weight + load.x)
     moved = max(
         load.tiles * load.weight / (c.memory * share),
         bytes_of_all / (c.l2 * share),
-        load.busiest * (load.weight + load.x) / rate,
+        load.busiest * load.weight / rate,
     )
     rounds = -(-load.busiest // load.resident) - 1
     extra = c.begin + c.tile * rounds + c.warps_k * math.log2(config.warps_k)
@@ -136,6 +139,8 @@ def estimated_us(
         extra += c.workspace
     elif config.split_k > 1:
         extra += c.split * config.split_k
+    if config.split_k > 1:
+        extra += 32 * row_groups(problem.rows) * config.weight_rows / c.sums
     return moved + extra + c.crowded * load.alone
 
 
