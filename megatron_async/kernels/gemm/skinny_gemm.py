@@ -32,7 +32,7 @@ from megatron_async.kernels.shared_memory import STATIC_BYTES, block_limit
 
 ALONE_BYTES = 116 * 1024
 """Shared memory that each CTA takes at least where there are about as many as SMs (from
-:func:`_alone_ctas` on), but not more: started while the kernel before still runs, two of them would
+:func:`alone_ctas` on), but not more: started while the kernel before still runs, two of them would
 else share one SM and others have none."""
 
 
@@ -287,7 +287,8 @@ class SkinnyGemm:
         return self._x_maps[key]
 
 
-def _alone_ctas(sm_count: int) -> int:
+def alone_ctas(sm_count: int) -> int:
+    """CTAs from which on each takes :data:`ALONE_BYTES`, if there are no more than SMs."""
     return sm_count * 25 // 33
 
 
@@ -305,7 +306,7 @@ def defines(
 ) -> dict[str, int]:
     """Macros of the kernel that ``config`` configures, for a GPU whose CTAs have ``limit`` bytes of
     shared memory."""
-    alone = _alone_ctas(sm_count) <= config.ctas(n) <= sm_count
+    alone = alone_ctas(sm_count) <= config.ctas(n) <= sm_count
     macros = {
         "N": n, "K": k, "MT": row_groups(rows), "NORM": norm, "EPILOGUE": epilogue,
         "STATS": norm_statistics, "RT": config.row_tiles, "SPLIT_K": config.split_k,

@@ -27,12 +27,17 @@ from megatron_async.kernels.gemm.tile_config import (
     measured,
     stage_columns,
 )
+from megatron_async.kernels.gemm.untuned.ranking import ranked
 
 FALLBACK_ROWS = {
     1: (1, 32), 2: (1, 8, 32), 4: (4, 8, 1, 32), 8: (8, 1, 32), 16: (16, 32, 1), 32: (32, 1),
     48: (48, 64), 64: (64,),
 }  # fmt: skip
 """Whose measurements a number of rows goes by, in order."""
+
+RANKED_WEIGHTS = 6_000_000
+"""Weights from which on the estimate of ``untuned/ranking.py`` is used: smaller ones were not timed,
+and neither were ones in e4m3."""
 
 
 def find(
@@ -58,6 +63,10 @@ def find(
             return entry
     if rows > ANY_SHAPE_ROWS and not scale_columns:
         return None
+    if not scale_columns and n * k >= RANKED_WEIGHTS:
+        found = ranked(problem, tma=tma, sm_count=sm_count, limit=limit)
+        if found:
+            return Entry(problem, found[0], HEURISTIC)
     config = heuristic_config(
         n, k, rows, norm, epilogue, tma, sm_count=sm_count, limit=limit, scale_columns=scale_columns
     )

@@ -1,19 +1,23 @@
 """Tile configs of a skinny GEMM that nobody measured, ranked by an estimate of its time.
 
 The estimate follows what a GEMM of few rows waits for: all bytes of the weight through memory, and
-the SM that has most of them; x, which each CTA reads for itself, through the L2 cache; partial sums
-of split K; and how long the first bytes take. Its constants were fitted to times on an H200.
+those of the SM that has most of them; shared memory, which warps read again and again; and the loop
+of a CTA, stage by stage. To these it adds what comes once: the begin, statistics of the norm, sums
+of split K. The constants were fitted to 2,294 times on one H200 (``scripts/bench_untuned.py``).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterator
 from typing import NamedTuple
 
+from megatron_async.kernels.gemm.skinny_gemm import ALONE_BYTES, alone_ctas
 from megatron_async.kernels.gemm.tile_config import (
     ADD,
+    NO_NORM,
     SHARED_BYTES,
     SILU_GATE,
     GemmProblem,
@@ -31,59 +35,83 @@ _WARPS = tuple(
     if 4 <= warps_n * warps_k <= 16
 )
 _MOST_STAGES = 14
+_REGISTERS = 65536
+_REACHED = {3: 114, 4: 120, 6: 114, 8: 112}
+"""Of 132 SMs, by the CTAs of a cluster; an H200 was seen to reach 117, 120, 114 and 120."""
 
 
-class Constants(NamedTuple):
-    """Of a GPU with 132 SMs; times in microseconds, rates in bytes a microsecond.
+class Loop(NamedTuple):
+    """Of one of the kernels; times in microseconds, rates in bytes a microsecond.
 
     Args:
-        memory: rate of all SMs together, from memory.
-        sm: of one SM at most.
-        l2: of all SMs together, from the L2 cache.
+        sm: rate at which an SM takes weights and x at most.
         latency: until bytes that were asked for are there.
+        shared: rate at which an SM's warps read its shared memory.
+        lost: stages of a ring that nothing comes into, since they are being read.
         begin: of a launch.
-        tile: of a further tile, or wave.
-        split, workspace, warps_k: of sums over CTAs of a cluster, by way of memory, over warps.
-        sums: rate at which a CTA hands its sums to the others.
-        crowded: of a launch whose successor finds no room for its CTAs beside it.
+        wave: of each wave of CTAs behind the first.
+        stage, groups, tiles: of a stage in a CTA; for each eight rows of x; for these and each tile
+            of a warp.
+        norm, statistics: of a norm; for each 20,480 statistics that a warp loads.
     """
 
-    memory: float = 4.3e6
-    sm: float = 70e3
-    l2: float = 8e6
-    latency: float = 1.2
-    begin: float = 2.0
-    tile: float = 0.3
-    split: float = 0.12
-    workspace: float = 1.0
-    sums: float = 40e3
-    warps_k: float = 0.1
-    crowded: float = 0.5
+    sm: float
+    latency: float
+    shared: float
+    lost: float
+    begin: float
+    wave: float
+    stage: float
+    groups: float
+    tiles: float
+    norm: float
+    statistics: float
 
 
-CONSTANTS = Constants()
+MMA = Loop(80.7e3, 0.43, 274e3, 0.25, 1.35, 0.234, 0.1375, 0.0467, 0.0104, 0.40, 0.813)
+WGMMA = Loop(86.9e3, 0.22, 193e3, 1.48, 1.97, 0.100, 0.1731, 0.0035, 0.0065, 0.32, 0.911)
+MEMORY = 4.45e6 / 132
+"""Bytes a microsecond from memory, for each SM."""
+MMA_WARPS = 0.0066 / 4
+"""Microseconds of a stage, for each warp of an SM, eight rows of x and tile of a warp."""
+TOGETHER = 3.3
+"""Limits add up to somewhat more than the highest of them: the exponent of their norm."""
+CLUSTER, CLUSTER_SUMS = 0.065, 133e3
+"""Of split K in a cluster: microseconds for each CTA, bytes a microsecond of the sums."""
+WORKSPACE, WORKSPACE_SUMS = 1.53, 29e3
+"""The same of a workspace, microseconds in all."""
+WARPS_K, STORED = 0.064, 33e3
+"""Microseconds for each doubling of the warps in K, bytes a microsecond of what CTAs put out."""
+AHEAD, AHEAD_BYTES = 0.97, 2.34e6
+"""Microseconds that weights spare which come before the launch in front ends, and how many it takes
+for most of that."""
+UNEVEN = 0.79
+"""CTAs more than the mean on some SM, where there is room for one more on each."""
 
 
 class Load(NamedTuple):
     """What a config asks of a GPU: bytes, and counts of CTAs.
 
     Args:
-        weight: bytes of the weight that a CTA reads.
-        x: bytes of x that a CTA reads.
+        weight, x: bytes that a CTA reads of the weight, and of x.
         tiles: CTAs, or tiles of persistent ones.
-        busiest: those of the SM that has most.
+        fitting: CTAs that an SM has room for.
         resident: CTAs that run on an SM at once.
-        in_flight: bytes of the weight that an SM has asked for, at most.
-        alone: the next launch finds no room for a CTA beside those of this one.
+        busiest: those of the SM that has most, over all waves.
+        waves: of CTAs, or tiles of persistent ones, behind each other.
+        ring: bytes of the weight that a CTA asks for ahead.
+        stage: bytes of a stage of the ring.
     """
 
     weight: int
     x: int
     tiles: int
-    busiest: int
+    fitting: int
     resident: int
-    in_flight: float
-    alone: bool
+    busiest: float
+    waves: int
+    ring: int
+    stage: int
 
 
 def load_of(
@@ -91,76 +119,131 @@ def load_of(
 ) -> Load:
     """What ``config`` asks of a GPU with so many SMs, whose CTAs have ``limit`` bytes."""
     rows, n, k, _, _, scale_columns = problem
-    stage_k = stage_columns(scale_columns)
-    shared = config.shared_bytes(k, rows, scale_columns) + 1024
-    warps = 4 if config.tma else config.warps_n * config.warps_k
-    tiles = config.ctas(n)
-    fitting = max(1, min(limit // shared, 64 // warps))
+    tiles, threads = config.ctas(n), 32 * _warps(config)
+    shared = config.shared_bytes(k, rows, scale_columns)
+    if alone_ctas(sm_count) <= tiles <= sm_count:
+        shared = max(shared, ALONE_BYTES)
+    most = min(limit // (shared + 1024), 2048 // threads)
+    fitting = max(1, min(most, _REGISTERS // (threads * registers(config, rows))))
+    sms = cluster_sms(sm_count, 1 if config.workspace else config.split_k)
     if config.persistent:
         fitting = min(fitting, 2)
-    resident = min(fitting, -(-tiles // sm_count))
-    share = -(-(k // stage_k) // config.split_k)  # stages of a CTA
-    ring = 2048 * config.row_tiles * config.warps_n * config.warps_k
-    deep = min(config.stages, -(-share // config.warps_k))
-    slots = sm_count * resident
-    busiest = -(-tiles // slots) * resident if config.persistent else -(-tiles // sm_count)
+        resident = min(fitting, -(-tiles // sms))
+        waves = -(-tiles // (sms * resident))
+        busiest = waves * resident
+    else:
+        waves = -(-tiles // (sms * fitting))
+        resident = fitting if waves > 1 else -(-tiles // sms)
+        busiest = (waves - 1) * fitting + -(-(tiles - (waves - 1) * fitting * sms) // sms)
+    share = -(-(k // stage_columns(scale_columns)) // config.split_k)  # stages of a CTA
+    stage = 2048 * config.row_tiles * config.warps_n * config.warps_k
     return Load(
         weight=128 * share * config.weight_rows,
         x=128 * share * row_groups(rows) * 8 * (2 if scale_columns else 1),
         tiles=tiles,
-        busiest=busiest,
+        fitting=fitting,
         resident=resident,
-        in_flight=float(resident * ring * deep),
-        alone=resident * shared + shared > limit,
+        busiest=busiest,
+        waves=waves,
+        ring=stage * min(config.stages, -(-share // config.warps_k)),
+        stage=stage,
     )
+
+
+def registers(config: TileConfig, rows: int) -> int:
+    """About how many a thread takes, for padded ``rows``."""
+    groups = row_groups(rows)
+    if config.tma:
+        return 60 + 4 * groups * -(-config.row_tiles // 4)
+    return min(255, 40 + 8 * groups + 4 * config.row_tiles * (4 + groups))
 
 
 def estimated_us(
-    problem: GemmProblem,
-    config: TileConfig,
-    sm_count: int,
-    limit: int = SHARED_BYTES,
-    constants: Constants = CONSTANTS,
+    problem: GemmProblem, config: TileConfig, sm_count: int, limit: int = SHARED_BYTES
 ) -> float:
     """About how long a launch of ``config`` takes among others of its kind, in microseconds."""
-    c, load = constants, load_of(problem, config, sm_count, limit)
-    share = sm_count / 132
-    both = 1 + load.x / load.weight  # x comes with the weight, in buffers of its own
-    rate = load.in_flight / (c.latency + load.in_flight * both / c.sm)
-    bytes_of_all = load.tiles * (load.weight + load.x)
-    moved = max(
-        load.tiles * load.weight / (c.memory * share),
-        bytes_of_all / (c.l2 * share),
-        load.busiest * load.weight / rate,
+    load, loop = load_of(problem, config, sm_count, limit), WGMMA if config.tma else MMA
+    limits = (
+        load.tiles * load.weight / (MEMORY * sm_count),
+        *_sm_us(config, load, loop),
+        load.waves * _loop_us(problem, config, load, loop),
     )
-    rounds = -(-load.busiest // load.resident) - 1
-    extra = c.begin + c.tile * rounds + c.warps_k * math.log2(config.warps_k)
+    moved: float = sum(each**TOGETHER for each in limits) ** (1 / TOGETHER)
+    free = min(load.tiles, max(0, load.fitting * sm_count - load.tiles)) * load.ring
+    spared = AHEAD * (1 - math.exp(-free * 132 / sm_count / AHEAD_BYTES))
+    once = loop.begin - spared + loop.wave * (load.waves - 1) + WARPS_K * math.log2(config.warps_k)
+    norms = 1 if config.persistent else load.waves
+    return (
+        moved
+        + once
+        + norms * _norm_us(problem, config, loop)
+        + load.waves * _sums_us(problem.rows, config)
+    )
+
+
+def cluster_sms(sm_count: int, size: int) -> int:
+    """SMs that clusters of so many CTAs reach: large ones do not fill the last SMs of each GPC."""
+    return sm_count * _REACHED.get(size, 132) // 132
+
+
+def _warps(config: TileConfig) -> int:
+    return 4 if config.tma else config.warps_n * config.warps_k
+
+
+def _sm_us(config: TileConfig, load: Load, loop: Loop) -> tuple[float, float]:
+    """What the SM with most CTAs waits for: bytes from outside, and from its shared memory."""
+    busiest = load.busiest
+    if load.waves == 1 and not config.persistent:
+        # CTAs that start while the kernel in front still runs do not spread evenly.
+        busiest += UNEVEN * math.sqrt(min(2, load.fitting - load.resident))
+    coming = load.resident * (load.ring - loop.lost * load.stage)
+    rate = coming / (loop.latency + coming * (1 + load.x / load.weight) / loop.sm)
+    readers = -(-config.row_tiles // 4) if config.tma else config.warps_n
+    read = load.weight + load.x * readers
+    return busiest * load.weight / rate, busiest * read / loop.shared
+
+
+def _loop_us(problem: GemmProblem, config: TileConfig, load: Load, loop: Loop) -> float:
+    """The main loop of a CTA by itself."""
+    groups = row_groups(problem.rows)
+    tiles = groups * (-(-config.row_tiles // 4) if config.tma else config.row_tiles)
+    stage = loop.stage + loop.groups * groups + loop.tiles * tiles
+    if not config.tma:
+        stage += MMA_WARPS * tiles * _warps(config) * load.resident
+    stages = problem.k / stage_columns(problem.scale_columns) / config.split_k / config.warps_k
+    return stages * stage
+
+
+def _norm_us(problem: GemmProblem, config: TileConfig, loop: Loop) -> float:
+    if problem.norm == NO_NORM:
+        return 0.0
+    of_warp = max(4, problem.rows) / _warps(config) * problem.k
+    return loop.norm + loop.statistics * of_warp / 20480
+
+
+def _sums_us(rows: int, config: TileConfig) -> float:
+    """What happens to the sums of a CTA's tile."""
+    size = 32 * row_groups(rows) * config.weight_rows
+    us = size / STORED
     if config.workspace:
-        extra += c.workspace
+        us += WORKSPACE + config.split_k * size / WORKSPACE_SUMS
     elif config.split_k > 1:
-        extra += c.split * config.split_k
-    if config.split_k > 1:
-        extra += 32 * row_groups(problem.rows) * config.weight_rows / c.sums
-    return moved + extra + c.crowded * load.alone
+        us += CLUSTER * config.split_k + size / CLUSTER_SUMS
+    return us
 
 
 def ranked(
     problem: GemmProblem, *, tma: bool, sm_count: int, limit: int = SHARED_BYTES
 ) -> list[TileConfig]:
-    """Configs that can be built, by their estimated time; of one shape of tiles that with the
-    number of stages whose estimate is least."""
-    shapes: Iterable[TileConfig] = _mma_shapes(problem, sm_count)
-    if tma:
-        shapes = itertools.chain(_tma_shapes(problem, sm_count), shapes)
-    costs: dict[TileConfig, float] = {}
-    for shape in shapes:
-        by_stages = {
-            config: estimated_us(problem, config, sm_count, limit)
-            for config in _deepened(problem, shape, limit)
-        }
-        if by_stages:
-            best = min(by_stages, key=by_stages.__getitem__)
-            costs[best] = by_stages[best]
+    """Configs that can be built, by their estimated time."""
+    shapes = itertools.chain(
+        _tma_shapes(problem, sm_count) if tma else (), _shapes(problem, sm_count)
+    )
+    costs = {
+        config: estimated_us(problem, config, sm_count, limit)
+        for shape in shapes
+        for config in _built(problem, shape, sm_count, limit)
+    }
     return sorted(costs, key=costs.__getitem__)
 
 
@@ -182,55 +265,69 @@ def short_ranking(
     return [*first[: count - few], *second[:few]]
 
 
-def _is_filling(ctas: int, sm_count: int) -> bool:
-    return sm_count * 6 // 11 <= ctas <= 4 * sm_count
+def _shapes(problem: GemmProblem, sm_count: int) -> Iterator[TileConfig]:
+    """mma tiles that fill the GPU and cover the weight."""
+    whole = problem.epilogue in (ADD, SILU_GATE)
+    for row_tiles, (warps_n, warps_k), split_k in itertools.product((1, 2, 3, 4), _WARPS, _SPLITS):
+        height = 16 * row_tiles * warps_n
+        tiles = -(-problem.n // height) * split_k
+        if (whole and problem.n % height) or not _is_filling(tiles, split_k * warps_k, sm_count):
+            continue
+        shape = TileConfig(row_tiles, warps_n, warps_k, split_k, 2)
+        if registers(shape, problem.rows) * 32 * warps_n * warps_k > _REGISTERS:
+            continue  # they would spill
+        shape = shape._replace(persistent=tiles > 4 * sm_count)
+        yield from (shape, shape._replace(stream_x=True)) if warps_k == 1 else (shape,)
 
 
 def _tma_shapes(problem: GemmProblem, sm_count: int) -> Iterator[TileConfig]:
-    for tiles, split_k in itertools.product(range(1, 17), _SPLITS):
-        shape = TileConfig(tiles, 1, 1, split_k, 2, stream_x=True, tma=True)
-        yield from _variants(shape, problem, sm_count)
+    """wgmma tiles that fill the GPU and cover the weight."""
+    whole = problem.epilogue in (ADD, SILU_GATE)
+    for row_tiles, split_k in itertools.product(range(1, 17), _SPLITS):
+        tiles = -(-problem.n // (16 * row_tiles)) * split_k
+        if (whole and problem.n % (16 * row_tiles)) or not _is_filling(tiles, split_k, sm_count):
+            continue
+        shape = TileConfig(row_tiles, 1, 1, split_k, 2, stream_x=True, tma=True)
+        yield shape._replace(persistent=tiles > 4 * sm_count)
 
 
-def _mma_shapes(problem: GemmProblem, sm_count: int) -> Iterator[TileConfig]:
-    for row_tiles, (warps_n, warps_k), split_k in itertools.product((1, 2, 3, 4), _WARPS, _SPLITS):
-        shape = TileConfig(row_tiles, warps_n, warps_k, split_k, 2)
-        for each in _variants(shape, problem, sm_count):
-            yield each
-            if warps_k == 1:
-                yield each._replace(stream_x=True)
+def _is_filling(tiles: int, splits: int, sm_count: int) -> bool:
+    most = 4 * sm_count if splits > 1 else sys.maxsize  # more persist
+    return sm_count * 6 // 11 <= tiles <= most
 
 
-def _variants(shape: TileConfig, problem: GemmProblem, sm_count: int) -> Iterator[TileConfig]:
-    """A shape of tiles as it is, with a workspace, and with CTAs that stay, where it fills the
-    GPU and covers the weight."""
-    n, ctas = problem.n, shape.ctas(problem.n)
-    if problem.epilogue in (ADD, SILU_GATE) and n % shape.weight_rows:
-        return
-    if _is_filling(ctas, sm_count):
-        yield shape
-        if shape.split_k > 1 and shape.warps_k == 1:
-            yield shape._replace(workspace=True)
-    elif ctas > 4 * sm_count and shape.split_k * shape.warps_k == 1 and problem.epilogue != ADD:
-        yield shape._replace(persistent=True)
+def _built(
+    problem: GemmProblem, shape: TileConfig, sm_count: int, limit: int
+) -> Iterator[TileConfig]:
+    """The config with most stages of which as many CTAs share an SM as run at once, and of which
+    fewer do; also with a workspace."""
+    tiles = shape.ctas(problem.n)
+    needed = 2 if shape.persistent else min(4, -(-tiles // sm_count))
+    for each in (shape, shape._replace(workspace=True)):
+        if each.workspace and not (shape.split_k > 1 == shape.warps_k):
+            continue
+        seen = set()
+        for resident in {needed, (needed + 1) // 2, 1 if shape.persistent else needed}:
+            config = _deepest(problem, each, resident, limit)
+            if config is not None and config not in seen:
+                seen.add(config)
+                yield config
 
 
-def _deepened(problem: GemmProblem, shape: TileConfig, limit: int) -> Iterator[TileConfig]:
-    """The config with most stages of which one, two, three or four CTAs share an SM."""
+def _deepest(
+    problem: GemmProblem, shape: TileConfig, resident: int, limit: int
+) -> TileConfig | None:
+    """The config with most stages of which so many CTAs have room on an SM; None if there is
+    none."""
     k, rows, scale_columns = problem.k, problem.rows, problem.scale_columns
-    units = k // stage_columns(scale_columns) // (shape.split_k * shape.warps_k)
+    room = limit if resident == 1 else limit // resident - 1024
     least = shape.shared_bytes(k, rows, scale_columns)
-    step = shape._replace(stages=4).shared_bytes(k, rows, scale_columns) - least
-    seen = set()
-    for resident in (1, 2, 3, 4):
-        room = limit // resident - 1024 - least
-        stages = 2 + max(0, room) * 2 // step
-        stages = min(_MOST_STAGES, max(2, units), stages)
-        while stages > 2 and shape._replace(stages=stages).shared_bytes(
-            k, rows, scale_columns
-        ) > min(limit, limit // resident - (1024 if resident > 1 else 0)):
-            stages -= 1
-        config = shape._replace(stages=stages)
-        if room >= 0 and stages not in seen and config.can_serve(problem, limit):
-            seen.add(stages)
-            yield config
+    if least > room:
+        return None
+    of_two = shape._replace(stages=4).shared_bytes(k, rows, scale_columns) - least
+    units = k // stage_columns(scale_columns) // (shape.split_k * shape.warps_k)
+    stages = min(_MOST_STAGES, max(2, units), 3 + 2 * (room - least) // of_two)
+    while shape._replace(stages=stages).shared_bytes(k, rows, scale_columns) > room:
+        stages -= 1
+    config = shape._replace(stages=stages)
+    return config if config.can_serve(problem, limit) else None
