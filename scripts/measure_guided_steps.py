@@ -1,24 +1,22 @@
 """Measure what the host does in a step of guided rows, with the model's work left out.
 
-    python -m scripts.measure_guided_steps [--rows 1,8,20,32] [--ways none,grammar,ngram] [--profile]
+    python -m scripts.measure_guided_steps [--rows 1,8,20,32] [--ways none,grammar,ngram]
 
-The embedded model on a CPU whose work is done inside of the host's waits, so that nothing else runs
+A little model on a CPU whose work is done inside of the host's waits, so that nothing else runs
 while the host works; waits are taken out. Rows have ten function schemas in turn, in arrays that
-never end. Figures are us of a step in the least of several rounds: all that the host does, the part
-of it between the arrival of tokens and the launch that they are waited for by, and that a token.
+never end. A line has us of the process's CPU time in a step, each the least of five rounds: from
+the arrival of tokens to the end of the launch that waits for them, which is what a GPU waits for,
+and all; and tokens that a row brings.
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
-import pstats
 import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import tokenizers
 import torch
@@ -33,6 +31,8 @@ from megatron_async.models.served import ServedModel
 from megatron_async.runner.memory.forward_batch import ForwardBatch
 from megatron_async.runner.model_runner import ModelRunner
 from megatron_async.sampling_params import SamplingParams
+from megatron_async.step.plan import Plan, Ticket
+from megatron_async.step.records import StepResult
 from megatron_async.tokenizer.tokenizer import Tokenizer
 from tests.support.guided_tokens import SCHEMAS
 
@@ -78,51 +78,51 @@ class Clock:
         self._queued.append((work, name, -1, -1))
 
     def wait_until(self, device: CpuDevice, ready: Callable[[], bool]) -> None:
-        started = time.thread_time_ns()
+        started = time.process_time_ns()
         with torch.inference_mode():
             while not ready():
                 device.raise_failure()
                 device.run(*self._queued.popleft())
-        self.waited += time.thread_time_ns() - started
+        self.waited += time.process_time_ns() - started
 
     def synchronize(self, device: CpuDevice) -> None:
         self.wait_until(device, lambda: not self._queued)
         device.raise_failure()
 
+    def forget(self) -> None:
+        """The device is gone."""
+        self._queued.clear()
+
     def taken(self) -> None:
-        self._arrived, self._waited_then = time.thread_time_ns(), self.waited
+        self._arrived, self._waited_then = time.process_time_ns(), self.waited
 
     def launched(self) -> None:
-        self.launching += time.thread_time_ns() - self._arrived
+        self.launching += time.process_time_ns() - self._arrived
         self.launching -= self.waited - self._waited_then
 
 
-def clocked(clock: Clock) -> Any:
-    """Have ``clock`` do the work of CPU devices."""
+def replace_work(clock: Clock) -> None:
+    """Have ``clock`` do the work of CPU devices from now on."""
     take, launch = ModelRunner.take, ModelRunner.launch
 
-    def takes(self: ModelRunner, ticket: Any) -> Any:
-        waited = clock.waited
-        started = time.thread_time_ns()
+    def takes(self: ModelRunner, ticket: Ticket) -> StepResult:
         result = take(self, ticket)
         clock.taken()
-        # What it takes to read them counts.
-        clock._arrived -= time.thread_time_ns() - started - (clock.waited - waited)
         return result
 
-    def launches(self: ModelRunner, plan: Any) -> Any:
+    def launches(self: ModelRunner, plan: Plan) -> Ticket:
         ticket = launch(self, plan)
         clock.launched()
         return ticket
 
-    stack = [
-        patch.object(CpuDevice, "enqueue", lambda d, w, n: clock.enqueue(d, w, n)),
-        patch.object(CpuDevice, "wait_until", lambda d, r: clock.wait_until(d, r)),
-        patch.object(CpuDevice, "synchronize", lambda d: clock.synchronize(d)),
-        patch.object(ModelRunner, "take", takes),
-        patch.object(ModelRunner, "launch", launches),
-    ]
-    return stack
+    for owner, name, value in (
+        (CpuDevice, "enqueue", lambda *args: clock.enqueue(*args)),
+        (CpuDevice, "wait_until", lambda *args: clock.wait_until(*args)),
+        (CpuDevice, "synchronize", lambda *args: clock.synchronize(*args)),
+        (ModelRunner, "take", takes),
+        (ModelRunner, "launch", launches),
+    ):
+        setattr(owner, name, value)
 
 
 def config_of(way: str, rows: int, drafts: int, depth: int) -> EngineConfig:
@@ -135,81 +135,57 @@ def config_of(way: str, rows: int, drafts: int, depth: int) -> EngineConfig:
     )  # fmt: skip
 
 
-def measured(engine: DynamicInferenceEngine, rows: int, clock: Clock, profile: Any) -> list[float]:
+def measured(engine: DynamicInferenceEngine, rows: int, clock: Clock) -> tuple[float, float, float]:
+    """Microseconds from arrival to launch and of all in a step, and tokens of a row."""
     for number in range(rows):
         items = list(SCHEMAS.values())[number % len(SCHEMAS)]
         endless = {"type": "array", "items": items, "minItems": MANY}
         params = SamplingParams(
-            temperature=number % 2,
-            seed=number,
+            temperature=number % 2, seed=number, termination_id=-1,
             num_tokens_to_generate=engine.config.max_sequence_length - 80,
-            termination_id=-1,
             structured_outputs={"json": endless, "disable_any_whitespace": True},
-        )
+        )  # fmt: skip
         engine.add_request(number, [(17 * number + place) % 200 + 3 for place in range(16)], params)
     for _ in range(WARMUP):
         engine.step_modern()
-    found = []
-    if profile is not None:
-        profile.enable()
+    launching, whole, before = [], [], engine.counters.tokens_committed
     for _ in range(ROUNDS):
-        tokens = engine.counters.tokens_committed
-        waited, launching, started = clock.waited, clock.launching, time.thread_time_ns()
+        waited, launched, started = clock.waited, clock.launching, time.process_time_ns()
         for _ in range(STEPS):
             engine.step_modern()
-        took = time.thread_time_ns() - started - (clock.waited - waited)
-        tokens = (engine.counters.tokens_committed - tokens) / STEPS
-        found.append(
-            (took / STEPS / 1e3, (clock.launching - launching) / STEPS / 1e3, tokens / rows)
-        )
-    if profile is not None:
-        profile.disable()
+        whole.append(time.process_time_ns() - started - (clock.waited - waited))
+        launching.append(clock.launching - launched)
     assert engine.scheduler.unfinished_count == rows, "a row has ended"
-    return [
-        min(each[0] for each in found),
-        min(each[1] for each in found),
-        sum(e[2] for e in found) / ROUNDS,
-    ]
+    tokens = (engine.counters.tokens_committed - before) / (ROUNDS * STEPS * rows)
+    return min(launching) / STEPS / 1e3, min(whole) / STEPS / 1e3, tokens
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--tokenizer", type=Path)
+    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json; that of `tiny` without")
     parser.add_argument("--rows", default="1,8,20,32")
     parser.add_argument("--ways", default="none,grammar,ngram")
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--depth", type=int, default=1)
-    parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
-    clock = Clock()
     if args.tokenizer is None:
-        tokenizer = Tokenizer.from_directory(
-            Path(megatron_async.__file__).parent / "assets" / "tiny"
-        )
+        assets = Path(megatron_async.__file__).parent / "assets" / "tiny"
+        tokenizer = Tokenizer.from_directory(assets)
     else:
         tokenizer = Tokenizer(tokenizers.Tokenizer.from_file(str(args.tokenizer)))
-    for each in clocked(clock):
-        each.start()
     torch.set_num_threads(1)
+    clock = Clock()
+    replace_work(clock)
+    print("| rows | drafts by | to the launch | in all | tokens of a row |\n|---|---|---|---|---|")
     for rows in map(int, args.rows.split(",")):
         for way in args.ways.split(","):
-            profile = cProfile.Profile() if args.profile else None
-            clock._queued.clear()
             config = config_of(way, rows, args.drafts, args.depth)
             network = LittleModel(tokenizer.vocab_size, config.max_sequence_length)
-            with DynamicInferenceEngine(
-                ServedModel(network=network, tokenizer=tokenizer), config
-            ) as engine:
-                host, launch, tokens = measured(engine, rows, clock, profile)
-            print(
-                f"| {rows} | {way} | {host:.0f} | {launch:.0f} | {tokens:.2f} | {host / tokens / rows:.0f} | {launch / tokens / rows:.0f} |",
-                flush=True,
-            )
-            if profile is not None:
-                pstats.Stats(profile).sort_stats("tottime").print_stats(
-                    "engine.|grammar.|scheduler.|guided_drafts|model_runner|packet|cuda_graphs|step.plan|LLM|LLE|device.cpu|NamedTuple|numpy",
-                    48,
-                )
+            served = ServedModel(network=network, tokenizer=tokenizer)
+            with DynamicInferenceEngine(served, config) as engine:
+                launch, whole, tokens = measured(engine, rows, clock)
+            clock.forget()
+            print(f"| {rows} | {way} | {launch:.0f} | {whole:.0f} | {tokens:.2f} |", flush=True)
 
 
 if __name__ == "__main__":
