@@ -6,9 +6,11 @@ with what comes between S and it, by itself and behind the extended S."""
 from __future__ import annotations
 
 import bisect
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,6 +27,11 @@ from megatron_async.step.packet import (
     placed_chunks,
 )
 from megatron_async.step.plan import Plan, SampleShape
+
+if TYPE_CHECKING:
+    from megatron_async.kernels.ahead import CompileAhead
+
+logger = logging.getLogger(__name__)
 
 LEAST_TOKENS = 64
 """The smallest token bucket and the least distance of two: with fewer tokens a forward takes as
@@ -167,21 +174,32 @@ class StepGraphs:
         from megatron_async.kernels.ahead import CompileAhead, can_rehearse
 
         rehearses = self._program.can_be_rehearsed and can_rehearse()
-        filling = torch.cuda.current_stream(self._device.torch_device)
+        filled = torch.cuda.current_stream(self._device.torch_device).record_event()
         with CompileAhead(self._device.torch_device) as ahead:
             ahead.compile(model.kernels_of(rows, batch))
             if rehearses:
-                with self._device.inline(), ahead.rehearsal():
-                    # What has been allocated is filled on another stream.
-                    torch.cuda.current_stream().wait_stream(filling)
-                    self._rehearse_around_the_model()
+                self._rehearse(ahead, self._launch_around_the_model, filled)
             model.prepare(rows, batch)
             if rehearses:
-                with self._device.inline(), ahead.rehearsal():
-                    for count, window in product(self.buckets, self._windows):
-                        self._program.forward_decode(count, window)
+                self._rehearse(ahead, self._launch_decode_forwards, filled)
 
-    def _rehearse_around_the_model(self) -> None:
+    def _rehearse(
+        self, ahead: CompileAhead, launch: Callable[[], None], filled: torch.cuda.Event
+    ) -> None:
+        """What fails here fails again when it is captured, and is said there."""
+        try:
+            with self._device.inline(), ahead.rehearsal():
+                # New memory is filled on another stream, where weights may be drawn for seconds.
+                torch.cuda.current_stream().wait_event(filled)
+                launch()
+        except Exception as error:
+            logger.info("some kernels are not compiled ahead: %s", error)
+
+    def _launch_decode_forwards(self) -> None:
+        for rows, window in product(self.buckets, self._windows):
+            self._program.forward_decode(rows, window)
+
+    def _launch_around_the_model(self) -> None:
         """Launch what decode steps do around the model, and some steps with prefill chunks."""
         program = self._program
         for rows, window in product(self.buckets, self._windows):

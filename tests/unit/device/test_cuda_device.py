@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async.device.cuda import CudaDevice, no_collection
+from megatron_async.device.cuda import WARM_UP_RUNS, CudaDevice, no_collection
 
 
 class Garbage:
@@ -73,7 +73,7 @@ def test_graphs_among_the_garbage_do_not_invalidate_a_capture() -> None:
     def work() -> None:
         nonlocal runs
         runs += 1
-        if runs == 3:  # after two to warm up: captured
+        if runs == 1 + WARM_UP_RUNS:  # captured
             Garbage(graphs.pop(), ended)
             litter()
         numbers.add_(1)
@@ -83,4 +83,4 @@ def test_graphs_among_the_garbage_do_not_invalidate_a_capture() -> None:
     assert len(ended) == 1
     captured.replay()
     device.synchronize()
-    assert numbers.tolist() == [3.0] * 4
+    assert numbers.tolist() == [WARM_UP_RUNS + 1.0] * 4

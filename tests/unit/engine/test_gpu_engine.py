@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +23,7 @@ from tests.functional.test_batch_invariant_engine import decode_under_pressure
 from tests.support.engines import DEPTHS, config_at, hash_engine, random_ask, sampling_params
 from tests.support.hybrid_hash_model import HybridHashModel, hybrid_history
 from tests.support.oracle import Ask, decode_alone, decode_with_salts
+from tests.support.patience import PATIENCE_SECONDS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -255,3 +260,27 @@ def test_without_graphs_the_same_tokens_come_from_kernels_one_by_one(
         requests = engine.generate([list(a.prompt) for a in asks], [*map(sampling_params, asks)])
     for ask, request in zip(asks, requests, strict=True):
         assert request.generated_tokens == decode_alone(ask)[0]
+
+
+def test_a_start_compiles_triton_kernels_in_other_threads(tmp_path: Path) -> None:
+    """In a process of its own: kernels that were compiled before are not compiled again."""
+    code = (
+        "import threading\n"
+        "from triton import knobs\n"
+        "from megatron_async import DynamicInferenceEngine, EngineConfig\n"
+        "found = []\n"
+        "def note(*, src, cache_hit, **_):\n"
+        "    if not cache_hit:\n"
+        "        found.append((src.name, threading.current_thread() is threading.main_thread()))\n"
+        "knobs.compilation.listener = note\n"
+        "config = EngineConfig(max_requests=16, device='cuda')\n"
+        "with DynamicInferenceEngine.from_pretrained('tiny', config) as engine:\n"
+        "    assert threading.active_count() == 1, threading.enumerate()\n"
+        "    engine.generate(['def f(x):'])\n"
+        "assert len(found) >= 5 and not any(is_main for _, is_main in found), found\n"
+    )
+    caches = {"TRITON_CACHE_DIR": "triton", "MEGATRON_ASYNC_CACHE": "kernels"}
+    environment = {**os.environ, **{name: str(tmp_path / each) for name, each in caches.items()}}
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env=environment, timeout=PATIENCE_SECONDS
+    )
