@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from megatron_async.kernels.gemm.tile_config import (
@@ -18,10 +16,12 @@ from megatron_async.kernels.gemm.tile_config import (
     TileConfig,
 )
 from megatron_async.kernels.gemm.untuned.ranking import (
-    CONSTANTS,
+    MEMORY,
+    cluster_sms,
     estimated_us,
     load_of,
     ranked,
+    registers,
     short_ranking,
 )
 
@@ -51,7 +51,7 @@ def test_ranked_configs_can_be_built_and_fill_the_gpu(problem: GemmProblem) -> N
     for config in found[:10]:
         assert config.persistent or 0.5 < config.ctas(problem.n) / SMS <= 4
     assert not any(config.tma for config in ranked(problem, tma=False, sm_count=SMS))
-    floor = 2 * problem.n * problem.k / CONSTANTS.memory / (2 if problem.scale_columns else 1)
+    floor = 2 * problem.n * problem.k / (MEMORY * SMS) / (2 if problem.scale_columns else 1)
     assert floor < times[0] < 1.5 * floor + 10
 
 
@@ -66,8 +66,46 @@ def test_the_sm_with_most_of_the_weight_is_waited_for() -> None:
 def test_persistent_ctas_share_what_there_is() -> None:
     problem = GemmProblem(8, 152064, 5120, RMS_NORM, STORE)
     load = load_of(problem, wgmma(12, 1, 4, persistent=True), SMS)
-    assert (load.tiles, load.resident) == (792, 1 if load.alone else 2)
-    assert load.busiest == math.ceil(792 / (SMS * load.resident)) * load.resident
+    assert (load.tiles, load.resident, load.waves, load.busiest) == (792, 1, 6, 6)
+    load = load_of(problem, wgmma(12, 1, 3, persistent=True), SMS)
+    assert (load.resident, load.waves, load.busiest) == (2, 3, 6)
+
+
+def test_large_clusters_do_not_reach_all_sms() -> None:
+    """Those of four reached 120 of 132 SMs: 128 CTAs, alone on their SMs, take two waves."""
+    problem = GemmProblem(8, 5120, 5120, NO_NORM, STORE)
+    four, two = wgmma(10, 4, 8), wgmma(5, 2, 14)
+    assert [config.ctas(problem.n) for config in (four, two)] == [128, 128]
+    assert [load_of(problem, config, SMS).waves for config in (four, two)] == [2, 1]
+    assert estimated_us(problem, four, SMS) > 1.1 * estimated_us(problem, two, SMS)
+    through_memory = four._replace(workspace=True)
+    assert load_of(problem, through_memory, SMS).waves == 1
+    assert [cluster_sms(SMS, size) for size in (1, 2, 4, 8)] == [132, 132, 120, 112]
+    assert cluster_sms(66, 4) == 60
+
+
+def test_room_for_more_ctas_than_there_are_spreads_them_unevenly() -> None:
+    """240 CTAs of which three fit into an SM took 1.28 times as long as 240 of which two do."""
+    problem = GemmProblem(1, 15360, 5120, RMS_NORM, STORE)
+    many, few = TileConfig(1, 4, 1, 1, 7), TileConfig(1, 4, 1, 1, 11)
+    loads = [load_of(problem, config, SMS) for config in (many, few)]
+    assert [(load.tiles, load.fitting, load.resident) for load in loads] == [
+        (240, 3, 2),
+        (240, 2, 2),
+    ]
+    times = [estimated_us(problem, config, SMS) for config in (many, few)]
+    assert times[0] > 1.05 * times[1]
+
+
+def test_what_would_spill_is_not_ranked() -> None:
+    """Sixteen warps with three tiles each took 421 us for 32 rows, others 243."""
+    problem = GemmProblem(32, 100352, 5120, RMS_NORM, STORE)
+    spills = TileConfig(3, 16, 1, 1, 2, stream_x=True)
+    assert registers(spills, 32) * 32 * 16 > 65536 >= registers(spills, 8) * 32 * 8
+    assert all(
+        registers(config, 32) * 32 * config.warps_n * config.warps_k <= 65536
+        for config in ranked(problem, tma=False, sm_count=SMS)
+    )
 
 
 def test_bytes_in_flight_hide_latency() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -85,6 +84,8 @@ WARPS_K, STORED = 0.064, 33e3
 AHEAD, AHEAD_BYTES = 0.97, 2.34e6
 """Microseconds that weights spare which come before the launch in front ends, and how many it takes
 for most of that."""
+BALANCE = 0.7
+"""Mean CTAs of an SM, as a share of the most that one has: with fewer none was among the best."""
 UNEVEN = 0.79
 """CTAs more than the mean on some SM, where there is room for one more on each."""
 
@@ -268,7 +269,7 @@ def short_ranking(
 def _shapes(problem: GemmProblem, sm_count: int) -> Iterator[TileConfig]:
     """mma tiles that fill the GPU and cover the weight."""
     whole = problem.epilogue in (ADD, SILU_GATE)
-    for row_tiles, (warps_n, warps_k), split_k in itertools.product((1, 2, 3, 4), _WARPS, _SPLITS):
+    for row_tiles, (warps_n, warps_k), split_k in itertools.product((1, 2, 3), _WARPS, _SPLITS):
         height = 16 * row_tiles * warps_n
         tiles = -(-problem.n // height) * split_k
         if (whole and problem.n % height) or not _is_filling(tiles, split_k * warps_k, sm_count):
@@ -292,8 +293,9 @@ def _tma_shapes(problem: GemmProblem, sm_count: int) -> Iterator[TileConfig]:
 
 
 def _is_filling(tiles: int, splits: int, sm_count: int) -> bool:
-    most = 4 * sm_count if splits > 1 else sys.maxsize  # more persist
-    return sm_count * 6 // 11 <= tiles <= most
+    if tiles > 4 * sm_count:
+        return splits == 1  # they persist
+    return tiles >= BALANCE * sm_count * -(-tiles // sm_count)
 
 
 def _built(
@@ -304,8 +306,8 @@ def _built(
     tiles = shape.ctas(problem.n)
     needed = 2 if shape.persistent else min(4, -(-tiles // sm_count))
     for each in (shape, shape._replace(workspace=True)):
-        if each.workspace and not (shape.split_k > 1 == shape.warps_k):
-            continue
+        if each.workspace and not (8 < problem.rows <= 32 and shape.split_k > 1 == shape.warps_k):
+            continue  # it was never the best for other rows
         seen = set()
         for resident in {needed, (needed + 1) // 2, 1 if shape.persistent else needed}:
             config = _deepest(problem, each, resident, limit)
