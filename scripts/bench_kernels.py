@@ -3,6 +3,7 @@
     python scripts/bench_kernels.py
     python scripts/bench_kernels.py --e4m3
     python scripts/bench_kernels.py --e4m3-cache
+    python scripts/bench_kernels.py --sinks
     git archive HEAD~1 megatron_async/kernels | tar -x -C FOLDER
     python scripts/bench_kernels.py --compare FOLDER/megatron_async/kernels --shape llama8b
 
@@ -16,7 +17,8 @@ the logits: 0 where sums are taken in the same order; above 2e-2 the exit status
 those with bfloat16 weights, and ``--tries`` other tile configs for each. ``error`` is against the
 reference.
 
-``--e4m3-cache`` times a decode step's attention over an e4m3 KV cache beside one in bfloat16.
+``--e4m3-cache`` times a decode step's attention over an e4m3 KV cache beside one in bfloat16, and
+``--sinks`` that of GPT-OSS's layers with their sinks and windows.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ import argparse
 import itertools
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +66,7 @@ MOST_COPIES, ROUND_BYTES = 20, 400e6
 BLOCK_SIZE, CAPACITY = 64, 131072
 Heads = tuple[int, int, int]
 """Query heads, KV heads, head dimension."""
-LLAMA_8B, QWEN_600M, TINY = (32, 8, 128), (16, 8, 128), (4, 2, 64)
+LLAMA_8B, QWEN_600M, TINY, GPT_OSS = (32, 8, 128), (16, 8, 128), (4, 2, 64), (64, 8, 64)
 DECODE_CASES = [(32, LLAMA_8B, 812), (1, LLAMA_8B, 812), (128, LLAMA_8B, 662)]
 DECODE_CASES += [(32, QWEN_600M, 812), (8, TINY, 512)]
 """Rows, heads, context."""
@@ -108,14 +111,18 @@ def attention_calls(
     device: str = "cuda",
     window: int = 1,
     kept: torch.dtype | None = None,
+    limits: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Callable[[int], torch.Tensor]], float]:
     """A decode step's attention in bfloat16 and the bytes that it must read: from the packed
     projection on in ``one`` kernel and in the ``three`` of Triton, and Triton's ``attention``.
 
     Each row brings ``window`` tokens behind its ``lengths``. The cache is in dtype ``kept``.
+    ``limits`` are the layer's, see ``kernels/attention``.
     """
     heads, kv_heads, head_dim = shape
-    byte_count = 2.0 * (2 if kept is None else kept.itemsize) * sum(lengths) * kv_heads * head_dim
+    limits = dict(limits or {})
+    tokens_read = sum(min(length, limits.get("window", length)) for length in lengths)
+    byte_count = 2.0 * (2 if kept is None else kept.itemsize) * tokens_read * kv_heads * head_dim
     rows, needed = len(lengths), [(length + window - 1) // BLOCK_SIZE + 1 for length in lengths]
     layers, scale = copies(byte_count), head_dim**-0.5
     spec = KVCacheSpec(
@@ -148,17 +155,19 @@ def attention_calls(
     cos_sin = torch.randn(max(lengths) + window, 2, head_dim // 2, device=device)
 
     def one(number: int) -> torch.Tensor:
-        return context.attend_packed(number % layers, packed, scale, cos_sin, None, None, 0.0)
+        return context.attend_packed(
+            number % layers, packed, scale, cos_sin, None, None, 0.0, **limits
+        )
 
     def three(number: int) -> torch.Tensor:
         cache, slots = context.kv_cache[number % layers], context.slot_mapping
         scales = None if context.scales is None else context.scales[number % layers]
         rotated = rope_append.rope_append(packed, *cache, slots, positions, cos_sin, scales=scales)
-        return cached.attend_appended(metadata, rotated, *cache, scale, {}, scales)
+        return cached.attend_appended(metadata, rotated, *cache, scale, limits, scales)
 
     def attention(number: int) -> torch.Tensor:
         cache = context.kv_cache[number % layers]
-        return cached.attend_appended(metadata, query, *cache, scale, {})
+        return cached.attend_appended(metadata, query, *cache, scale, limits)
 
     return {"one": one, "three": three, "attention": attention}, byte_count
 
@@ -311,6 +320,26 @@ def bench_e4m3_cache() -> float:
     return worst
 
 
+def bench_sinks(device: str = "cuda") -> float:
+    """The largest relative difference between one kernel and three."""
+    bandwidth = copy_bandwidth(torch.device(device, torch.cuda.current_device()))
+    print("GPT-OSS's layers, bf16: rows, context, tokens, attention window: floor, three, one")
+    sinks, worst = torch.linspace(-2, 8, GPT_OSS[0], device=device).bfloat16(), 0.0
+    cases = itertools.product((1, 8, 32, 64), (1000, 8000), (1, 4), (128, None))
+    for rows, context, window, sees in cases:
+        limits = {"sinks": sinks} if sees is None else {"sinks": sinks, "window": sees}
+        lengths = [context] * rows
+        calls, byte_count = attention_calls(lengths, GPT_OSS, device, window, limits=limits)
+        wanted, got = calls["three"](0).double(), calls["one"](0).double()
+        worst = max(worst, float((got - wanted).norm() / wanted.norm()))
+        us = [byte_count / bandwidth * 1e6, *(microseconds(calls[k]) for k in ("three", "one"))]
+        shown = ", ".join(f"{each:.1f}" for each in us)
+        print(f"  {rows}, {context}, {window}, {sees or 'none'}: {shown} us", flush=True)
+        del calls
+    print(f"largest relative difference {worst:.1g}")
+    return worst
+
+
 def capture(rig: Rig, sources: Path) -> Step:
     """A step with the kernels of ``sources``."""
     own, cuda.SOURCES = cuda.SOURCES, sources
@@ -339,6 +368,7 @@ def main() -> int:
     add = parser.add_argument
     add("--e4m3", action="store_true", help="skinny GEMMs with e4m3 weights")
     add("--e4m3-cache", action="store_true", help="attention over an e4m3 KV cache")
+    add("--sinks", action="store_true", help="attention of GPT-OSS's layers")
     add("--tries", type=int, default=0, metavar="N", help="other tile configs with --e4m3")
     add("--compare", type=Path, metavar="FOLDER", help="other CUDA sources")
     add("--shape", default="llama8b", choices=sorted(SHAPES))
@@ -352,6 +382,8 @@ def main() -> int:
         return int(not bench_e4m3(args.tries) < ERROR_LIMIT)
     if args.e4m3_cache:
         return int(not bench_e4m3_cache() < ERROR_LIMIT)
+    if args.sinks:
+        return int(not bench_sinks() < ERROR_LIMIT)
     if args.compare is None:
         bench()
         return 0

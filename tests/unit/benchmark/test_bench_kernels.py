@@ -26,6 +26,9 @@ from tests.support.cuda_kernels import LIMIT, device, on_both, relative_error
 
 __all__ = ["device"]
 
+SINKS = torch.tensor([-2.0, 0.0, 3.0, 5.0]).bfloat16()
+"""Of each query head."""
+
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -34,15 +37,22 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @on_both(
-    *("rows", "window", "kept"),
-    gpu=[(40, 1, None), (40, 3, None), (40, 1, E4M3), (40, 3, E4M3)],
-    small=[(34, 1, None), (8, 3, None), (8, 1, E4M3)],
-)
+    *("rows", "window", "kept", "limits"),
+    gpu=[
+        *((40, window, kept, {}) for window in (1, 3) for kept in (None, E4M3)),
+        *((40, window, None, {"window": 17, "sinks": SINKS}) for window in (1, 3)),
+    ],
+    small=[
+        (34, 1, None, {}), (8, 3, None, {}), (8, 1, E4M3, {}),
+        (8, 1, None, {"window": 17, "sinks": SINKS}),
+    ],
+)  # fmt: skip
 def test_one_kernel_and_three_attend_alike(
     device: torch.device,
     rows: int,
     window: int,
     kept: torch.dtype | None,
+    limits: dict[str, Any],
     script: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -52,8 +62,11 @@ def test_one_kernel_and_three_attend_alike(
         monkeypatch.setattr(cuda, "unavailable", lambda index: None)
         monkeypatch.setattr(rope_append, "rope_append", rope_append.rope_append_reference)
     lengths = [(37 * row) % 101 for row in range(rows)]
-    calls, byte_count = script.attention_calls(lengths, (4, 2, 32), device, window, kept)
-    assert byte_count == sum(lengths) * 2 * 2 * 32 * (2 if kept is None else 1)
+    if "sinks" in limits:
+        limits = {**limits, "sinks": limits["sinks"].to(device)}
+    calls, byte_count = script.attention_calls(lengths, (4, 2, 32), device, window, kept, limits)
+    read = sum(min(length, limits.get("window", 101)) for length in lengths)
+    assert byte_count == read * 2 * 2 * 32 * (2 if kept is None else 1)
     first, other = (calls["three"](number).double() for number in (0, 1))
     assert relative_error(calls["one"](0), first) < LIMIT
     assert relative_error(calls["one"](1), other) < LIMIT
