@@ -339,22 +339,19 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     u32 taken = 0;
     if (DYNAMIC && threadIdx.x == 0) taken = add_one_in_order(all_taken);
     const int position = item.position;
+#if SINKS
+    u16 own_sinks[EIGHTS][2];  // of this lane's queries; on their way while queries come
+#pragma unroll
+    for (int e = 0; e < EIGHTS; e++)
+#pragma unroll
+      for (int j = 0; j < 2; j++)
+        own_sinks[e][j] =
+            sinks[item.head * GROUP + item.share * HEADS + (e * 8 + 2 * t + j) % HEADS];
+#endif
 #if WINDOW == 1
 #include "attention_token.cuh"
 #else
 #include "attention_window.cuh"
-#endif
-#if SINKS
-    // In base 2, of this lane's queries: the row's last warp counts them, once for all of its splits.
-    const bool counts_sinks = takes_new && warp == WARPS - 1;
-    float own_sinks[EIGHTS][2];
-#pragma unroll
-    for (int e = 0; e < EIGHTS; e++)
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        const int head = item.head * GROUP + item.share * HEADS + (e * 8 + 2 * t + j) % HEADS;
-        own_sinks[e][j] = counts_sinks ? widen(sinks[head]) * 1.4426950408889634f : MINUS_INF;
-      }
 #endif
     if (DYNAMIC && threadIdx.x == 0) {
       *(u32*)(shared + NEXT_AT) = gridDim.x + taken;
@@ -394,11 +391,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
       for (int j = 0; j < 2; j++) most[e][j] = MINUS_INF, total[e][j] = 0.f;
 #if SINKS
+      // Once for all warps, CTAs and splits, and in one lane, as the lanes' totals are added up.
+      const bool counts_sinks = takes_new && warp == WARPS - 1;
 #pragma unroll
-      for (int j = 0; j < 2; j++) {
-        most[e][j] = own_sinks[e][j];
-        if (counts_sinks && g == 0) total[e][j] = 1.f;  // the lanes' totals are added up
-      }
+      for (int j = 0; j < 2; j++)
+        if (counts_sinks) {
+          most[e][j] = widen(own_sinks[e][j]) * 1.4426950408889634f;
+          total[e][j] = g == 0 ? 1.f : 0.f;
+        }
 #endif
     }
 
