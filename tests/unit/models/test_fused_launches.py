@@ -157,6 +157,7 @@ def straight_lines(model: Any, rows: int, capacity: int, per_tile: int) -> list[
                 "k_weight": attention + "k_layernorm.weight" if has_head_norms else None,
                 "eps": config.layernorm_epsilon if has_head_norms else 0.0,
                 "scales": None,
+                "sinks": None,
             },
         ))  # fmt: skip
         gemm(
