@@ -372,9 +372,7 @@ def load_weights(directory: Path, config: ModelConfig, model: torch.nn.Module) -
     vars(model)["stored_cache_scales"] = cache_scales_of(directory, config, model)
 
 
-def cache_scales_of(
-    directory: Path, config: ModelConfig, model: torch.nn.Module
-) -> Tensor | None:
+def cache_scales_of(directory: Path, config: ModelConfig, model: torch.nn.Module) -> Tensor | None:
     """Fp32 ``[layers of this stage, 2]``: the scales of keys and values that ``directory`` has for
     an FP8 KV cache; None if there are none.
 
