@@ -81,14 +81,16 @@ class GroupedBench:
 
     def first(self, order: grouped.Order, tiles: GroupedTiles) -> Tensor:
         """The first grouped GEMM."""
+        rows = grouped.Rows(self.hidden, None, self.hidden.dtype)
         return grouped.first_layers(
-            self.hidden, order, self.weights, self.shape.settings.top_k, self.shape.activation,
+            rows, order, self.weights, self.shape.settings.top_k, self.shape.activation,
             tiles,
         )  # fmt: skip
 
     def second(self, x: Tensor, order: grouped.Order, tiles: GroupedTiles) -> Tensor:
         """The second one."""
-        return grouped.second_layers(x, order, self.weights, self.routing.weights, tiles)
+        rows = grouped.Rows(x, None, x.dtype)
+        return grouped.second_layers(rows, order, self.weights, self.routing.weights, tiles)
 
     def _routed_by_torch(self) -> Routing:
         return route(router_logits(self.hidden, self.router), self.shape.settings)

@@ -499,7 +499,8 @@ class ModelRunner:
             self._batch.release()
         for name in (
             "_graphs", "_program", "_packets", "_controls", "_results", "_extras",
-            "_prompt_log_probs", "_hidden_states", "_drafter", "_guided_drafts", "_routes", "_model",
+            "_prompt_log_probs", "_hidden_states", "_drafter", "_guided_drafts", "_routes",
+            "_model",
         ):  # fmt: skip
             setattr(self, name, None)
 

@@ -99,7 +99,7 @@ class WeightCopy:
     def __call__(self) -> None:
         self.watched.check()
         self.placement.copy()
-        vars(self.model)["stored_cache_scales"] = self.cache_scales
+        self.model.stored_cache_scales = self.cache_scales
 
     def check(self) -> None:
         """Read all that was copied once more; raises IntegrityError where a parameter does not have

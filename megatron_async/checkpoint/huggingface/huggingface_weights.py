@@ -377,7 +377,7 @@ def cache_scales_of(directory: Path, config: ModelConfig, model: torch.nn.Module
     an FP8 KV cache; None if there are none.
 
     Raises:
-        CheckpointError: see :func:`~megatron_async.checkpoint.quantized.cache_scales.read_cache_scales`.
+        CheckpointError: one is no scale.
     """
     if is_plain(directory, read_json(directory / "config.json")):
         return None

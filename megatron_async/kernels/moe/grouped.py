@@ -19,6 +19,7 @@ import triton
 from torch import Tensor
 
 from megatron_async.kernels.fitting import launch_fitting
+from megatron_async.kernels.gemm.e4m3_inputs import quantize_inputs
 from megatron_async.kernels.moe.grouped_triton import (
     count_kernel,
     grouped_down_kernel,
@@ -118,6 +119,13 @@ WIDENED_TILES = tuple(
 )
 """Those for weights that are widened, which is done in registers: as first operands they stay
 there."""
+E4M3_TILES = (
+    GroupedTiles(16, GroupedTile(64, 128, 4, 4, swap=True), GroupedTile(64, 128, 4, 4, swap=True)),
+    GroupedTiles(32, GroupedTile(64, 128, 4, 4, swap=True), GroupedTile(64, 128, 4, 4, swap=True)),
+    GroupedTiles(64, GroupedTile(128, 128, 4, 4), GroupedTile(128, 128, 4, 4)),
+    GroupedTiles(128, GroupedTile(128, 128, 4, 8), GroupedTile(128, 128, 4, 8)),
+)
+"""Those for e4m3 by e4m3: a step is what the tensor cores add up by themselves."""
 _MOST_MEAN = (10, 20, 48)
 """The most tokens that an expert has on average, of all tiles but the last: of experts whose tokens
 are drawn nearly all fit into one tile then."""
@@ -136,11 +144,13 @@ def shared_bytes(
             for those that are not.
     """
     of_rows, widened = (size * tile.k * element_size for size in (rows, tile.n))
+    if element_size == 1:
+        of_rows += 8 * rows  # and scales, which change hands
     of_weight = int(tile.n * tile.k * (weight_size or element_size))
     buffers, first = loop_buffers(tile.stages), tile.n if tile.swap else rows
     is_packed = (weight_size or 1) < 1
     taken = buffers * (of_rows + of_weight)
-    if first >= 64 and element_size == 2 and has_async_products(limit) and tile.stages > 1:
+    if first >= 64 and element_size <= 2 and has_async_products(limit) and tile.stages > 1:
         taken += of_rows
         if weight_size is None:
             taken += of_weight
@@ -175,11 +185,13 @@ def choose_tiles(
     """The tiles of :data:`TILES` with a number, or what of them fits a device.
 
     Args:
+        element_size: of rows; 1 for e4m3, by which weights of e4m3 are not widened.
         weight_size: see :func:`shared_bytes`.
         columns: of the first and of the second weight, as many as share a scale that is not one of
             a whole row; 0 for none. A step lies within them.
     """
-    chosen = (TILES if weight_size is None else WIDENED_TILES)[number]
+    all_tiles = TILES if weight_size is None else WIDENED_TILES
+    chosen = (E4M3_TILES if element_size == 1 else all_tiles)[number]
     up, down = (
         first_that_fits(
             (first, *smaller(first)),
@@ -195,9 +207,11 @@ def choose_tiles(
 
 
 def tiles_for(
-    weights: GroupedWeights, hidden: Tensor, mean: float, *, gated: bool = True
-) -> GroupedTiles:
-    """The tiles for rows ``hidden`` if experts have ``mean`` tokens on average."""
+    weights: GroupedWeights, hidden: Tensor, mean: float, *, gated: bool = True,
+    quantizes: bool = False,
+) -> GroupedTiles:  # fmt: skip
+    """The tiles for rows ``hidden`` if experts have ``mean`` tokens on average. ``quantizes``: rows
+    become e4m3."""
     w1, w2, _, _, w1_scale, w2_scale = weights
     limit, size = block_limit(hidden.device), None if w1_scale is None else float(w1.itemsize)
     columns = _columns(w1, w1_scale), _columns(w2, w2_scale)
@@ -208,7 +222,10 @@ def tiles_for(
         for count, weight in zip(columns, (w1, w2), strict=True)
     )
     number = sum(mean > most for most in _MOST_MEAN)
-    tiles = choose_tiles(number, hidden.element_size(), limit, size, (of_group[0], of_group[1]))
+    element_size = hidden.element_size()
+    if quantizes:
+        element_size, size = w1.itemsize, None
+    tiles = choose_tiles(number, element_size, limit, size, (of_group[0], of_group[1]))
     if tiles.m != wide.ROWS or not wide.takes(w1, gated=gated, limit=limit):
         return tiles
     return replace(tiles, wide=wide.TILES)
@@ -272,11 +289,14 @@ def grouped_experts(
     *,
     num_experts: int | None = None,
     tiles: GroupedTiles | None = None,
+    quantizes: bool = False,
 ) -> Tensor:
     """Each token's experts, weighted and added up in the order of ``routing.ids``, in fp32.
 
     Args:
         hidden: ``[T, H]``, of a floating dtype.
+        quantizes: weights are e4m3, and what they are multiplied by becomes e4m3 too, with as many
+            scales a token.
         num_experts: that the router chooses from, of all ranks; None for those of the weights.
             Tiles are chosen by it.
         tiles: in place of those that are chosen.
@@ -290,31 +310,52 @@ def grouped_experts(
     experts = len(weights.w1)
     if tiles is None:
         mean = tokens * top_k / (num_experts or experts)
-        tiles = tiles_for(weights, hidden, mean, gated=activation.gated)
+        gated = activation.gated
+        tiles = tiles_for(weights, hidden, mean, gated=gated, quantizes=quantizes)
     hidden, ids = hidden.contiguous(), routing.ids.contiguous()
     order = order_slots(ids, experts, tiles.m)
-    activated = first_layers(hidden, order, weights, top_k, activation, tiles)
-    weighted = second_layers(activated, order, weights, routing.weights.contiguous(), tiles)
+    rows = _rows(hidden, weights.w1_scale, quantizes=quantizes)
+    activated = first_layers(rows, order, weights, top_k, activation, tiles)
+    rows = _rows(activated, weights.w2_scale, quantizes=quantizes)
+    weighted = second_layers(rows, order, weights, routing.weights.contiguous(), tiles)
     return sum_slots(weighted, ids)
 
 
+class Rows(NamedTuple):
+    """``values [..., k]``; if they are e4m3 with ``scale`` fp32 ``[..., groups]``, and ``dtype`` is
+    that of results."""
+
+    values: Tensor
+    scale: Tensor | None
+    dtype: torch.dtype
+
+
+def _rows(x: Tensor, weight_scale: Tensor | None, *, quantizes: bool) -> Rows:
+    if not quantizes:
+        return Rows(x, None, x.dtype)
+    assert weight_scale is not None
+    return Rows(*quantize_inputs(x, weight_scale.shape[-1]), x.dtype)
+
+
 def first_layers(
-    hidden: Tensor, order: Order, weights: GroupedWeights, top_k: int,
+    rows: Rows, order: Order, weights: GroupedWeights, top_k: int,
     activation: ExpertActivation, tiles: GroupedTiles,
 ) -> Tensor:  # fmt: skip
     """First linear layers and activation: ``[T * k, I]`` in the order of the experts."""
     w1, b1, scale = weights.w1, weights.b1, weights.w1_scale
+    hidden, of_rows, dtype = rows
     if tiles.wide is not None:
         given = (hidden, order.slots, order.tiles, order.most_tiles, w1, b1)
         return wide.first_layers(*given, top_k, activation, tiles.wide)
     parts = 2 if activation.gated else 1
     inner = w1.shape[1] // parts
-    out = hidden.new_empty(order.slots.shape[0], inner)
+    out = hidden.new_empty(order.slots.shape[0], inner, dtype=dtype)
 
     def launch(tile: GroupedTile) -> None:
         blocks = triton.cdiv(inner, tile.n // parts)
         grouped_up_kernel[(blocks * order.most_tiles,)](
-            hidden, _words(w1), w1 if scale is None else scale, hidden if b1 is None else b1,
+            hidden, hidden if of_rows is None else of_rows,
+            _words(w1), w1 if scale is None else scale, hidden if b1 is None else b1,
             order.slots, order.tiles, out, order.most_tiles,
             HIDDEN=hidden.shape[1], INNER=inner, TOP_K=top_k, GATED=activation.gated,
             FUNCTION=activation.function, LIMIT=activation.limit, OFFSET=activation.offset,
@@ -326,22 +367,24 @@ def first_layers(
 
 
 def second_layers(
-    activated: Tensor, order: Order, weights: GroupedWeights, routing_weights: Tensor,
+    rows: Rows, order: Order, weights: GroupedWeights, routing_weights: Tensor,
     tiles: GroupedTiles,
 ) -> Tensor:  # fmt: skip
     """Second linear layers times the routing weights: ``[T * k, H]`` by slots; anything in those
     without an expert."""
     w2, b2, scale = weights.w2, weights.b2, weights.w2_scale
+    activated, of_rows, dtype = rows
     if tiles.wide is not None:
         given = (activated, order.slots, order.tiles, order.most_tiles, w2, b2)
         return wide.second_layers(*given, routing_weights, tiles.wide)
-    (rows, inner), size = activated.shape, w2.shape[1]
-    out = activated.new_empty(rows, size)
+    (count, inner), size = activated.shape, w2.shape[1]
+    out = activated.new_empty(count, size, dtype=dtype)
 
     def launch(tile: GroupedTile) -> None:
         blocks = triton.cdiv(size, tile.n)
         grouped_down_kernel[(blocks * order.most_tiles,)](
-            activated, _words(w2), w2 if scale is None else scale,
+            activated, activated if of_rows is None else of_rows,
+            _words(w2), w2 if scale is None else scale,
             activated if b2 is None else b2, order.slots, order.tiles, routing_weights, out,
             order.most_tiles, HIDDEN=size, INNER=inner, HAS_BIAS=b2 is not None,
             **_options(tile, tiles.m, activated, w2, scale),
@@ -375,6 +418,7 @@ def _options(
     return {
         "COLUMNS": 0 if is_packed else _columns(weight, scale),
         "MXFP4": is_packed,
+        "E4M3_ROWS": x.dtype == weight.dtype and x.dtype == torch.float8_e4m3fn,
         "BLOCK_M": rows,
         "BLOCK_N": tile.n,
         "BLOCK_K": tile.k,

@@ -7,7 +7,9 @@ and each expert's are cut into tiles of rows. The host reads no count: grids are
 that there may be, and programs of tiles that are not there end at once.
 
 A row's sums depend on the row and on the sizes of the tiles alone. No atomics add anything up.
-Weights may be e4m3 or MXFP4, which are widened as in ``experts_triton.py``.
+Weights may be e4m3 or MXFP4, which are widened as in ``experts_triton.py``. If they are e4m3
+rows may be as well, with as many scales: sums leave the tensor cores as in
+``gemm/scaled_e4m3.py``.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -104,15 +106,16 @@ def _scales(scale_ptr, row, column, DEPTH: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _products(
-    x_ptrs, w_ptr, row, scale_ptr, has_row,
+    x_ptrs, x_scale_ptrs, w_ptr, row, scale_ptr, has_row,
     DEPTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, COLUMNS: tl.constexpr,
-    MXFP4: tl.constexpr,
+    MXFP4: tl.constexpr, E4M3_ROWS: tl.constexpr,
 ):  # fmt: skip
     """fp32 ``[BLOCK_M, BLOCK_N]``: rows times rows of the weight.
 
     Args:
-        x_ptrs: to the first element of each row.
+        x_ptrs, x_scale_ptrs: to the first element of each row, and with ``E4M3_ROWS`` to the first
+            of its scales.
         row: int64, rows of the weight, which are there; those of all experts lie in one.
         scale_ptr: of e4m3 with a scale for ``COLUMNS`` of a row, or of MXFP4, by words.
     """
@@ -142,13 +145,27 @@ def _products(
             factor = mxfp4_factors(
                 scale_ptr, row, row >= 0, (start + BLOCK_K) // PACK + of_k, WIDTH
             )
-        if COLUMNS > 0 and COLUMNS < DEPTH:
+        if E4M3_ROWS and COLUMNS == DEPTH:
+            if SWAP:
+                total = tl.dot(w, tl.trans(x), total, max_num_imprecise_acc=BLOCK_K)
+            else:
+                total = tl.dot(x, tl.trans(w), total, max_num_imprecise_acc=BLOCK_K)
+        elif E4M3_ROWS:
+            x_scale = tl.load(x_scale_ptrs + start // COLUMNS, mask=has_row, other=0.0)
+            if SWAP:
+                total += tl.dot(w, tl.trans(x)) * scale[:, None] * x_scale[None, :]
+            else:
+                total += tl.dot(x, tl.trans(w)) * x_scale[:, None] * scale[None, :]
+            scale = _scales(scale_ptr, row, start + BLOCK_K, DEPTH, COLUMNS)
+        elif COLUMNS > 0 and COLUMNS < DEPTH:
             total = multiply_e4m3(x, w, scale, total, SWAP, PRECISION)
             scale = _scales(scale_ptr, row, start + BLOCK_K, DEPTH, COLUMNS)
         else:
             total = multiply(x, w.to(x.dtype), total, SWAP, PRECISION, COLUMNS > 0 or MXFP4)
     if SWAP:
         total = tl.trans(total)
+    if E4M3_ROWS and COLUMNS == DEPTH:
+        total *= tl.load(x_scale_ptrs, mask=has_row, other=0.0)[:, None]
     if COLUMNS == DEPTH:
         total *= scale[None, :]
     if MXFP4:
@@ -158,12 +175,13 @@ def _products(
 
 @triton.jit(do_not_specialize=["most_tiles"])
 def grouped_up_kernel(
-    x_ptr, w_ptr, scale_ptr, bias_ptr, order_ptr, tiles_ptr, out_ptr, most_tiles,
+    x_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, order_ptr, tiles_ptr, out_ptr, most_tiles,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TOGETHER: tl.constexpr,
     GATED: tl.constexpr, FUNCTION: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
-    NUM_STAGES: tl.constexpr, COLUMNS: tl.constexpr, MXFP4: tl.constexpr, PDL: tl.constexpr,
+    NUM_STAGES: tl.constexpr, COLUMNS: tl.constexpr, MXFP4: tl.constexpr,
+    E4M3_ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """First linear layers, and the activation: ``[slots, INNER]`` in the order of the experts.
 
@@ -184,9 +202,10 @@ def grouped_up_kernel(
     # What lies behind the last row of the weight is read again, and not written.
     of_weight = n % PARTS * INNER + tl.minimum(block * WIDTH + n // PARTS, INNER - 1)
     total = _products(
-        x_ptr + token.to(tl.int64) * HIDDEN, w_ptr,
+        x_ptr + token.to(tl.int64) * HIDDEN,
+        x_scale_ptr + token * (HIDDEN // COLUMNS if E4M3_ROWS else 0), w_ptr,
         expert.to(tl.int64) * (PARTS * INNER) + of_weight, scale_ptr, has_row, HIDDEN, BLOCK_M,
-        BLOCK_N, BLOCK_K, SWAP, PRECISION, NUM_STAGES, COLUMNS, MXFP4,
+        BLOCK_N, BLOCK_K, SWAP, PRECISION, NUM_STAGES, COLUMNS, MXFP4, E4M3_ROWS,
     )  # fmt: skip
     if HAS_BIAS:
         bias = tl.load(bias_ptr + expert * (PARTS * INNER) + of_weight)
@@ -211,11 +230,13 @@ def grouped_up_kernel(
 
 @triton.jit(do_not_specialize=["most_tiles"])
 def grouped_down_kernel(
-    x_ptr, w_ptr, scale_ptr, bias_ptr, order_ptr, tiles_ptr, weights_ptr, out_ptr, most_tiles,
+    x_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, order_ptr, tiles_ptr, weights_ptr, out_ptr,
+    most_tiles,
     HIDDEN: tl.constexpr, INNER: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TOGETHER: tl.constexpr,
     HAS_BIAS: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
-    NUM_STAGES: tl.constexpr, COLUMNS: tl.constexpr, MXFP4: tl.constexpr, PDL: tl.constexpr,
+    NUM_STAGES: tl.constexpr, COLUMNS: tl.constexpr, MXFP4: tl.constexpr,
+    E4M3_ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Second linear layers, times the routing weights: ``[slots, HIDDEN]`` by slots."""
     tile, block = place_of(
@@ -230,9 +251,10 @@ def grouped_down_kernel(
     column = block * BLOCK_N + tl.arange(0, BLOCK_N)
     of_weight = tl.minimum(column, HIDDEN - 1)
     total = _products(
-        x_ptr + row.to(tl.int64) * INNER, w_ptr, expert.to(tl.int64) * HIDDEN + of_weight,
-        scale_ptr, has_row, INNER, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, PRECISION, NUM_STAGES, COLUMNS,
-        MXFP4,
+        x_ptr + row.to(tl.int64) * INNER,
+        x_scale_ptr + row * (INNER // COLUMNS if E4M3_ROWS else 0), w_ptr,
+        expert.to(tl.int64) * HIDDEN + of_weight, scale_ptr, has_row, INNER, BLOCK_M, BLOCK_N,
+        BLOCK_K, SWAP, PRECISION, NUM_STAGES, COLUMNS, MXFP4, E4M3_ROWS,
     )  # fmt: skip
     if HAS_BIAS:
         total += tl.load(bias_ptr + expert * HIDDEN + of_weight).to(tl.float32)[None, :]

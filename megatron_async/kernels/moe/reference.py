@@ -9,6 +9,7 @@ dtype of the logits, and of two equal scores the expert of the lower index first
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -163,13 +164,18 @@ def expert_mlp(
     Returns:
         ``[T, H]`` like ``hidden``; zeros in dead rows.
     """
-    out = _of_each(hidden, routing.ids, w1, w2, activation, b1, b2)
-    total = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+    return weighted_sum(_of_each(hidden, routing.ids, w1, w2, activation, b1, b2), routing)
+
+
+def weighted_sum(out: Tensor, routing: Routing) -> Tensor:
+    """``[T, H]`` of ``out [T, k, H]``, what each of a token's experts gives: weighted and added up
+    in their order, in fp32."""
+    total = torch.zeros(len(out), out.shape[2], dtype=torch.float32, device=out.device)
     for place in range(routing.ids.shape[1]):
         weight = routing.weights[:, place, None]
         weighted = out[:, place].float() * weight
         total = total + weighted.masked_fill(routing.ids[:, place, None] < 0, 0.0)
-    return total.to(hidden.dtype)
+    return total.to(out.dtype)
 
 
 def _of_each(
@@ -199,17 +205,28 @@ def _one_expert_after_another(
     b2: Tensor | None,
 ) -> Tensor:
     """Run the experts on the CPU, where values may be read: one without tokens costs nothing."""
+
+    def run(x: Tensor, expert: int) -> Tensor:
+        x = activate(F.linear(x, w1[expert], None if b1 is None else b1[expert]), activation)
+        return F.linear(x, w2[expert], None if b2 is None else b2[expert])
+
+    return each_by_itself(hidden, ids, w2.shape[1], run)
+
+
+def each_by_itself(
+    hidden: Tensor, ids: Tensor, size: int, run: Callable[[Tensor, int], Tensor]
+) -> Tensor:
+    """``[T, k, size]``: ``run`` of an expert's rows of ``hidden [T, H]``, padded to a multiple of
+    8, and the expert; zeros where ``ids [T, k]`` have none. Reads values on the host."""
     tokens, places = ids.shape
-    out = hidden.new_zeros(tokens * places, w2.shape[1])
+    out = hidden.new_zeros(tokens * places, size)
     flat = ids.flatten()
     for expert in flat[flat >= 0].unique().tolist():
         chosen = (flat == expert).nonzero()[:, 0]
         count = chosen.shape[0]
         x = hidden.new_zeros(-(-count // _PADDED_ROWS) * _PADDED_ROWS, hidden.shape[1])
         x[:count] = hidden[chosen // places]
-        x = activate(F.linear(x, w1[expert], None if b1 is None else b1[expert]), activation)
-        x = F.linear(x, w2[expert], None if b2 is None else b2[expert])
-        out[chosen] = x[:count]
+        out[chosen] = run(x, expert)[:count]
     return out.view(tokens, places, -1)
 
 

@@ -115,6 +115,11 @@ def experts_of(layer: Any, hidden: Tensor, routing: Routing) -> Tensor:
         hidden: ``[T, H]``.
         routing: by the numbers of this rank's experts.
     """
+    quantizes = getattr(layer, "quantizes_inputs", False)
+    if quantizes and not hidden.is_cuda:
+        from megatron_async.models.moe import quantized
+
+        return quantized.expert_mlp(hidden, routing, layer.kept_weights, layer.activation)
     if not hidden.is_cuda or not grouped_takes(hidden, layer.kept_weights):
         w1, w2, b1, b2 = layer.weights
         return expert_mlp(hidden, routing, w1, w2, layer.activation, b1=b1, b2=b2)
@@ -123,5 +128,7 @@ def experts_of(layer: Any, hidden: Tensor, routing: Routing) -> Tensor:
     kept, count = layer.kept_weights, layer.settings.num_experts
     of_expert = routing.ids.numel() / count
     is_widened = kept.w1.dtype in KEPT and of_expert <= grouped.MOST_WIDENED
-    weights = grouped.GroupedWeights(*(kept if is_widened else layer.weights))
-    return grouped.grouped_experts(hidden, routing, weights, layer.activation, num_experts=count)
+    weights = grouped.GroupedWeights(*(kept if is_widened or quantizes else layer.weights))
+    return grouped.grouped_experts(
+        hidden, routing, weights, layer.activation, num_experts=count, quantizes=quantizes
+    )

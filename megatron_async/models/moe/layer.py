@@ -213,6 +213,12 @@ class MoELayer(MegatronModule):  # type: ignore[misc]
             getattr(fc2, SCALE, None),
         )
 
+    @property
+    def quantizes_inputs(self) -> bool:
+        """Experts multiply e4m3 by e4m3."""
+        fc1, fc2 = self.experts.linear_fc1, self.experts.linear_fc2
+        return all(getattr(each, "quantizes_input", False) for each in (fc1, fc2))
+
     def forward(
         self, hidden_states: Tensor, padding_mask: Tensor | None = None, **_: Any
     ) -> tuple[Tensor, None]:

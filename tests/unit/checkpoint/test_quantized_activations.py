@@ -191,11 +191,21 @@ def test_activations_change_logits_a_little(plain: Path) -> None:
     assert 3e-3 < error < 0.2
 
 
-def test_layers_of_experts_stay_in_16_bits(plain: Path) -> None:
+def test_experts_quantize_their_inputs_too(plain: Path) -> None:
+    """By token, in both of their layers; a router chooses by what came."""
+    wide = load_pretrained(plain / "qwen3_moe", quantization="fp8").model
     model = served(plain / "qwen3_moe")
-    names = {name for name, each in quantized(model).items() if not each.quantizes_input}
+    assert all(each.quantizes_input for each in quantized(model).values())
+    names = quantized(model).keys() - linears_in_e4m3(model).keys()
     assert len(names) == 4 and all(".mlp.experts." in name for name in names)
-    assert linears_in_e4m3(model).keys() == quantized(model).keys() - names
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        x = torch.randn(24, 1, model.config.hidden_size)
+        exact, found = (m.decoder.layers[0].mlp(x)[0] for m in (wide, model))
+        assert 5e-3 < float((found - exact).norm() / exact.norm()) < 0.1
+        assert torch.equal(model.decoder.layers[0].mlp(x[3:9])[0], found[3:9])
+        model.decoder.layers[0].mlp.experts.linear_fc2.quantizes_input = False
+        assert torch.equal(model.decoder.layers[0].mlp(x)[0], exact)
 
 
 def static_model(path: Path, plain: Path, kind: str, change: Any = None) -> Path:

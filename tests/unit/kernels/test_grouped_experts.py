@@ -14,6 +14,7 @@ from megatron_async.kernels.moe.mxfp4 import pack, unpack
 from megatron_async.kernels.moe.reference import NO_EXPERT, Routing, expert_mlp
 from megatron_async.kernels.moe.settings import ExpertActivation
 from megatron_async.models.moe.compute import KeptWeights, grouped_takes
+from megatron_async.models.moe.quantized import expert_mlp as expert_mlp_in_e4m3
 from megatron_async.models.quantized.values import E4M3, PACKED, multiply_out, quantize
 from tests.support.compiled_kernels import HOPPER, LIMIT_OF, Compiled, compiles, compiling_for
 from tests.support.cuda_kernels import LIMIT, relative_error
@@ -90,10 +91,16 @@ class Layer:
         weights = torch.rand(ids.shape, generator=generator, device=device)
         self.routing = Routing(ids, weights)
 
-    def run(self, tiles: GroupedTiles | None = None, rows: slice = slice(None)) -> Tensor:
+    def run(
+        self,
+        tiles: GroupedTiles | None = None,
+        rows: slice = slice(None),
+        *,
+        quantizes: bool = False,
+    ) -> Tensor:
         return grouped_experts(
             self.hidden[rows], Routing(*(part[rows] for part in self.routing)), self.weights,
-            self.activation, num_experts=self.experts, tiles=tiles,
+            self.activation, num_experts=self.experts, tiles=tiles, quantizes=quantizes,
         )  # fmt: skip
 
     def expected(self) -> Tensor:
@@ -258,6 +265,27 @@ def test_tma_changes_no_bits(device: str, name: str) -> None:
 
 
 @on_devices
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("kind", ["rows", "groups"])
+def test_rows_in_e4m3(device: str, kind: str, swap: bool) -> None:
+    """Beside the definition, and beside inputs that are not rounded. In float32, where nothing else
+    rounds; a GPU adds e4m3 up in fewer bits, so that another number may be the nearest."""
+    layer = Layer(Sizes(3, 2, 96, 64, GPT_OSS, True), 21, device, torch.float32)
+    layer.keep(kind)
+    tiles = one_tile(16, 32, 32 if kind == "groups" else 64, swap=swap)
+    found = layer.run(tiles, quantizes=True)
+    cpu = KeptWeights(*(None if part is None else part.cpu() for part in layer.weights))
+    routing = Routing(*(part.cpu() for part in layer.routing))
+    meant = expert_mlp_in_e4m3(layer.hidden.cpu(), routing, cpu, layer.activation).double()
+    assert relative_error(found.cpu(), meant) < (1e-4 if device == "cpu" else 5e-3)
+    assert relative_error(layer.run(tiles).cpu(), meant) > 1.2e-2
+    assert not found[layer.dead].any()
+    assert torch.equal(found, layer.run(tiles, quantizes=True))
+    together = layer.run(tiles, slice(4, 11), quantizes=True)
+    assert torch.equal(together, found[4:11])
+
+
+@on_devices
 def test_a_rows_bits_do_not_depend_on_the_other_rows(device: str) -> None:
     layer, tiles = Layer(CASES[1][0], 29, device, torch.bfloat16), one_tile(16, 64, 64)
     together = layer.run(tiles)
@@ -293,6 +321,19 @@ def test_large_layers_of_other_formats(device: str, name: str, kind: str, tokens
     layer = Layer(LARGE[name], tokens, device, torch.bfloat16)
     layer.keep(kind)
     layer.check(LIMIT)
+
+
+@on_cuda
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("kind", ["rows", "groups"])
+@pytest.mark.parametrize("name", LARGE)
+def test_large_layers_with_rows_in_e4m3(device: str, name: str, kind: str, tokens: int) -> None:
+    layer = Layer(LARGE[name], tokens, device, torch.bfloat16)
+    layer.keep(kind)
+    found, wide = layer.run(quantizes=True), layer.run().double()
+    assert 1e-2 < relative_error(found, wide) < 8e-2, "what e4m3 rounds, and no more"
+    for _ in range(5):
+        assert torch.equal(layer.run(quantizes=True), found)
 
 
 @on_cuda
@@ -355,7 +396,9 @@ def test_in_a_graph_nothing_waits_for_the_host(device: str) -> None:
     assert torch.equal(out, expected.flip(0))
 
 
-def compiled_products(name: str, kind: str, number: int) -> list[tuple[Compiled, int]]:
+def compiled_products(
+    name: str, kind: str, number: int, *, quantizes: bool = False
+) -> list[tuple[Compiled, int]]:
     """The two grouped GEMMs of a large layer for Hopper, each with the bound of its tile."""
     experts, top_k, hidden, inner, activation, bias = LARGE[name]
 
@@ -378,12 +421,14 @@ def compiled_products(name: str, kind: str, number: int) -> list[tuple[Compiled,
     b1, b2 = (meta(experts, size) if bias else None for size in (2 * inner, hidden))
     weights = GroupedWeights(w1, w2, b1, b2, one, other)
     routing = Routing(meta(128, top_k, dtype=torch.int32), meta(128, top_k, dtype=torch.float32))
-    tiles = tiles_for(weights, meta(1, hidden), (1, 15, 30, 99)[number])
+    tiles = tiles_for(weights, meta(1, hidden), (1, 15, 30, 99)[number], quantizes=quantizes)
     with compiling_for(HOPPER) as found:
-        grouped_experts(meta(128, hidden), routing, weights, activation, tiles=tiles)
-    size = {"bfloat16": None, "mxfp4": 0.5}.get(kind, 1.0)
+        grouped_experts(
+            meta(128, hidden), routing, weights, activation, tiles=tiles, quantizes=quantizes
+        )
+    size = None if quantizes else {"bfloat16": None, "mxfp4": 0.5}.get(kind, 1.0)
     bounds = [
-        grouped.shared_bytes(tile, tiles.m, 2, LIMIT_OF[HOPPER], size)
+        grouped.shared_bytes(tile, tiles.m, 1 if quantizes else 2, LIMIT_OF[HOPPER], size)
         for tile in (tiles.up, tiles.down)
     ]
     if tiles.wide is not None:
@@ -412,6 +457,21 @@ def test_tiles_fit_a_gpu(
         assert kernel.shared <= bound <= LIMIT_OF[HOPPER], kernel.name
         assert ("wgmma" in kernel.ptx) == (kind != "bfloat16" or number > 0)
         assert "griddepcontrol.wait" in kernel.ptx and ".local" not in kernel.ptx
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("name", "kind", "number"),
+    some([case for case in ALL_COMPILED if case[1] in ("rows", "groups")], 1),
+)
+def test_tiles_of_rows_in_e4m3_fit_a_gpu(
+    name: str, kind: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grouped, "uses_pdl", lambda device: True)
+    for kernel, bound in compiled_products(name, kind, number, quantizes=True):
+        assert kernel.shared <= bound <= LIMIT_OF[HOPPER], kernel.name
+        assert "f32.e4m3.e4m3" in kernel.ptx and "wgmma" in kernel.ptx
+        assert ".local" not in kernel.ptx
 
 
 @compiles
