@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(
-    r"\blayers\.(\d+)\.\w+\.(?:(?:[kv]_proj\.|attn\.)?([kv])_scale|([kv])_proj\.output_scale)$"
+    r"\blayers\.([0-9]{1,9})\.\w+\.(?:(?:[kv]_proj\.|attn\.)?([kv])_scale|([kv])_proj\.output_scale)$"
 )
 
 
@@ -37,17 +37,20 @@ def read_cache_scales(
         CheckpointError: one is zero, negative, subnormal or not finite.
     """
     names: dict[tuple[int, int], str] = {}
+    twice = False
     for name in stored:
         found = _NAME.search(name)
         if found is not None:
-            names[int(found[1]), "kv".index(found[2] or found[3])] = name
+            place = int(found[1]), "kv".index(found[2] or found[3])
+            twice |= place in names
+            names[place] = name
     if not names:
         return None
     wanted = {(layer, kind) for layer in range(layers) for kind in (0, 1)}
     values = read_tensors(names.values(), stored)
     for name, value in values.items():
         check_scale(name, value)
-    if names.keys() != wanted or any(value.numel() != 1 for value in values.values()):
+    if twice or names.keys() != wanted or any(value.numel() != 1 for value in values.values()):
         logger.warning(
             "%s has scales of keys and values, such as %s, but not one of each for each of its %d "
             "layers: they are left unread, and others are chosen",

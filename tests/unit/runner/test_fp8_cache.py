@@ -347,16 +347,34 @@ def test_scales_come_with_a_directory_and_go_with_other_weights(tmp_path: Path) 
         assert found.equal(kept)
 
 
-@pytest.mark.parametrize("missing", ((1, "v"), None))
-def test_scales_that_are_not_all_there_are_named_and_left(
-    missing: tuple[int, str] | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("fault", ("missing", "too many", "no layer", "twice"))
+def test_scales_that_are_not_one_each_are_named_and_left(
+    fault: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     scales = {(0, "k"): 0.03, (0, "v"): 0.5, (1, "k"): 0.26, (1, "v"): 3.0}
-    scales.pop(missing) if missing is not None else scales.update({(2, "k"): 1.0})
-    with engine_at(0, with_cache_scales(tmp_path, "compressed", scales)) as engine:
+    other = {"too many": 2, "no layer": 10**9 - 1}.get(fault)
+    if other is not None:
+        scales[other, "k"] = 1.0
+    elif fault == "missing":
+        scales.pop((1, "v"))
+    path = with_cache_scales(tmp_path, "compressed", scales)
+    if fault == "twice":
+        tensors = load_file(path / "model.safetensors")
+        tensors[FORMS["older"].format(1, "k")] = torch.tensor([4.0])
+        save_file(tensors, path / "model.safetensors")
+    with engine_at(0, path) as engine:
         chosen = engine.runner._program._batch.scales[..., 0].tolist()
         assert chosen != [[2**-5, 0.5], [0.5, 4.0]]
     assert "not one of each for each of its 2 layers" in caplog.text
+
+
+def test_a_layer_of_too_many_digits_is_no_layer(tmp_path: Path) -> None:
+    path = with_cache_scales(tmp_path, "modelopt", {(0, "k"): 1.0})
+    tensors = load_file(path / "model.safetensors")
+    tensors[FORMS["modelopt"].format("9" * 5000, "k")] = torch.tensor([1.0])
+    save_file(tensors, path / "model.safetensors")
+    with engine_at(0, path) as engine:
+        assert not engine.runner._program._batch.scales.eq(1).all()
 
 
 def test_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
