@@ -21,18 +21,16 @@ from torch import Tensor
 from megatron_async.kernels.fitting import launch_fitting
 from megatron_async.kernels.gemm.e4m3_inputs import quantize_inputs
 from megatron_async.kernels.moe.grouped_triton import (
-    count_kernel,
     grouped_down_kernel,
     grouped_up_kernel,
-    order_kernel,
     sum_kernel,
 )
+from megatron_async.kernels.moe.many import wide
+from megatron_async.kernels.moe.many.order import Order, launch_options, order_slots
+from megatron_async.kernels.moe.many.wide import WideTiles
 from megatron_async.kernels.moe.mxfp4 import PACKED
 from megatron_async.kernels.moe.reference import Routing
 from megatron_async.kernels.moe.settings import ExpertActivation
-from megatron_async.kernels.moe.wide import products as wide
-from megatron_async.kernels.moe.wide.products import WideTiles
-from megatron_async.kernels.pdl import uses_pdl
 from megatron_async.kernels.shared_memory import (
     block_limit,
     first_that_fits,
@@ -40,12 +38,6 @@ from megatron_async.kernels.shared_memory import (
     loop_buffers,
 )
 
-_LEAST_CHUNK, _MOST_CHUNKS = 256, 256
-"""Slots of a program that orders them, at least, and how many such programs there are at most."""
-_ELEMENTS = 4096
-"""Pairs of a slot and an expert that such a program compares at once."""
-_ALIGNED = 4
-"""Numbers of 16 bytes: kernels are compiled for pointers that are multiples of these."""
 _SUM_BLOCK = 1024
 _TOGETHER = 16
 """Tiles of rows that run together with the same columns of the weights."""
@@ -93,7 +85,7 @@ class GroupedTile:
 @dataclass(frozen=True, slots=True)
 class GroupedTiles:
     """Rows of a tile, and the tiles of the first and of the second GEMM; with ``wide`` both are of
-    ``wide/products.py``, with its tiles."""
+    ``many/wide.py``, with its tiles."""
 
     m: int
     up: GroupedTile
@@ -236,51 +228,6 @@ def _columns(weight: Tensor, scale: Tensor | None) -> int:
     return 0 if scale is None else weight.shape[-1] // scale.shape[-1]
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """Slots in the order of their experts.
-
-    Args:
-        slots: int32 ``[T * k]``, those with an expert first; anything behind them.
-        tiles: int32 ``[3, most]``: the expert of each tile or -1 for one that is not there, its
-            first row, and the row behind its expert's last one. Behind them, in memory, is how many
-            are there.
-    """
-
-    slots: Tensor
-    tiles: Tensor
-
-    @property
-    def most_tiles(self) -> int:
-        """The most tiles that there may be."""
-        return self.tiles.shape[1]
-
-
-def most_tiles(slots: int, experts: int, rows: int) -> int:
-    """The most tiles of ``rows`` rows that ``slots`` slots may take: one for each expert, and one
-    for all others that fill one."""
-    first = min(slots, experts)
-    return first + (slots - first) // rows
-
-
-def order_slots(ids: Tensor, experts: int, rows: int) -> Order:
-    """Order the slots of ``ids``, int32 ``[T, k]``, by expert, for tiles of ``rows`` rows."""
-    slots, device = ids.numel(), ids.device
-    padded = triton.next_power_of_2(max(experts, 16))
-    step = max(16, min(64, _ELEMENTS // padded))
-    chunk = triton.next_power_of_2(max(_LEAST_CHUNK, triton.cdiv(slots, _MOST_CHUNKS)))
-    programs, most = triton.cdiv(slots, chunk), most_tiles(slots, experts, rows)
-    sizes = [-(-size // _ALIGNED) * _ALIGNED for size in (slots, 3 * most + 1, programs * padded)]
-    made = torch.empty(sum(sizes), dtype=torch.int32, device=device)
-    order, tiles, counts = made.split(sizes)
-    options = {"PADDED": padded, "STEP": step, "num_warps": 4, **_pdl(device)}
-    count_kernel[(programs,)](ids, counts, slots, chunk, **options)
-    order_kernel[(programs,)](
-        ids, counts, order, tiles, slots, chunk, programs, most, rows, **options
-    )
-    return Order(order[:slots], tiles[: 3 * most].view(3, most))
-
-
 def grouped_experts(
     hidden: Tensor,
     routing: Routing,
@@ -406,7 +353,7 @@ def sum_slots(weighted: Tensor, ids: Tensor) -> Tensor:
     block = min(_SUM_BLOCK, triton.next_power_of_2(size))
     sum_kernel[(tokens, triton.cdiv(size, block))](
         weighted, ids, out, HIDDEN=size, TOP_K=top_k, BLOCK=block, num_warps=4,
-        **_pdl(weighted.device),
+        **launch_options(weighted.device),
     )  # fmt: skip
     return out
 
@@ -428,10 +375,5 @@ def _options(
         "PRECISION": "ieee" if x.dtype is torch.float32 else "tf32",
         "num_warps": tile.warps,
         "num_stages": tile.stages,
-        **_pdl(x.device),
+        **launch_options(x.device),
     }
-
-
-def _pdl(device: torch.device) -> dict[str, bool]:
-    pdl = uses_pdl(device)
-    return {"PDL": pdl, "launch_pdl": pdl}

@@ -26,8 +26,8 @@ from megatron_async.kernels.moe.experts_triton import (
     multiply,
     multiply_e4m3,
 )
+from megatron_async.kernels.moe.many.wide_triton import place_of
 from megatron_async.kernels.moe.mxfp4_triton import MISSING, mxfp4_factors, widen_mxfp4
-from megatron_async.kernels.moe.wide.products_triton import place_of
 from megatron_async.kernels.pdl import pdl_enter
 
 

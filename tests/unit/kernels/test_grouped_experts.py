@@ -33,12 +33,12 @@ if HAS_TRITON:
         GroupedWeights,
         choose_tiles,
         grouped_experts,
-        most_tiles,
-        order_slots,
         tiles_for,
     )
-    from megatron_async.kernels.moe.wide import products as wide_products
-    from megatron_async.kernels.moe.wide.products import WideTiles
+    from megatron_async.kernels.moe.many import order as slot_order
+    from megatron_async.kernels.moe.many import wide as wide_products
+    from megatron_async.kernels.moe.many.order import most_tiles, order_slots
+    from megatron_async.kernels.moe.many.wide import WideTiles
 
 SWIGLU = ExpertActivation()
 GPT_OSS = ExpertActivation(function="quick_gelu", limit=1.0, offset=1.0)
@@ -153,7 +153,7 @@ def checked_order(ids: Tensor, experts: int, rows: int) -> None:
 def test_slots_are_ordered_by_expert(
     device: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grouped, "_LEAST_CHUNK", 64)
+    monkeypatch.setattr(slot_order, "_LEAST_CHUNK", 64)
     generator = torch.Generator().manual_seed(rows)
     ids = torch.randint(-1, 18, (50, 3), generator=generator).int()
     ids[ids == 5] = 4  # an expert without tokens
@@ -451,8 +451,7 @@ def test_tiles_fit_a_gpu(
     name: str, kind: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compiled for Hopper they take no more than the bound says, and use its tensor cores."""
-    for module in (grouped, wide_products):
-        monkeypatch.setattr(module, "uses_pdl", lambda device: True)
+    monkeypatch.setattr(slot_order, "uses_pdl", lambda device: True)
     for kernel, bound in compiled_products(name, kind, number):
         assert kernel.shared <= bound <= LIMIT_OF[HOPPER], kernel.name
         assert ("wgmma" in kernel.ptx) == (kind != "bfloat16" or number > 0)
@@ -467,7 +466,7 @@ def test_tiles_fit_a_gpu(
 def test_tiles_of_rows_in_e4m3_fit_a_gpu(
     name: str, kind: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grouped, "uses_pdl", lambda device: True)
+    monkeypatch.setattr(slot_order, "uses_pdl", lambda device: True)
     for kernel, bound in compiled_products(name, kind, number, quantizes=True):
         assert kernel.shared <= bound <= LIMIT_OF[HOPPER], kernel.name
         assert "f32.e4m3.e4m3" in kernel.ptx and "wgmma" in kernel.ptx

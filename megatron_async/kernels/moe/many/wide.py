@@ -1,4 +1,4 @@
-"""How the kernels of ``products_triton.py`` are launched. ``kernels/moe/grouped.py`` calls them."""
+"""How the kernels of ``wide_triton.py`` are launched. ``kernels/moe/grouped.py`` calls them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_async.kernels import compile as cuda
-from megatron_async.kernels.moe.settings import ExpertActivation
-from megatron_async.kernels.moe.wide.products_triton import (
+from megatron_async.kernels.moe.many.order import launch_options
+from megatron_async.kernels.moe.many.wide_triton import (
     grouped_wide_down_kernel,
     grouped_wide_up_kernel,
 )
-from megatron_async.kernels.pdl import uses_pdl
+from megatron_async.kernels.moe.settings import ExpertActivation
 from megatron_async.kernels.shared_memory import has_async_products
 
 ROWS = 128
@@ -107,7 +107,6 @@ def _descriptor(matrices: Tensor, block: list[int]) -> TensorDescriptor:
 
 
 def _options(tiles: WideTiles, device: torch.device) -> dict[str, object]:
-    pdl = uses_pdl(device)
     return {
         "BLOCK_M": tiles.rows,
         "BLOCK_K": tiles.k,
@@ -115,6 +114,5 @@ def _options(tiles: WideTiles, device: torch.device) -> dict[str, object]:
         "NUM_STAGES": tiles.stages,
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
-        "PDL": pdl,
-        "launch_pdl": pdl,
+        **launch_options(device),
     }

@@ -1,0 +1,2 @@
+"""Experts of many tokens each: the order of their rows, and grouped GEMMs whose weights TMA
+brings."""

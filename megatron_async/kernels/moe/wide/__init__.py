@@ -1,1 +1,0 @@
-"""The grouped GEMMs of experts that have many tokens each, with weights that TMA brings."""
