@@ -82,7 +82,7 @@ class Layer(NamedTuple):
 
 
 def layer_of(model: str, ranks: int) -> Layer:
-    """A layer of a rank of so many: (n, k, norm, epilogue) by name."""
+    """A layer of one of ``ranks`` ranks: (n, k, norm, epilogue) by name."""
     layers, hidden, width, heads, kv_heads, size, vocabulary = MODELS[model]
     end = ADD if ranks == 1 else STORE
     gemms = {

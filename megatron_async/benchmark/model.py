@@ -51,7 +51,7 @@ class BenchmarkModel:
     late_planning: bool = False
     """Its engines plan steps as late as they can."""
     gemm_autotune_seconds: float = 0.0
-    """Of the start of each engine."""
+    """The seconds that the start of each engine may take for it."""
 
     def served(self, tokenizer: Any = None) -> ServedModel:
         """The model as an engine takes it."""

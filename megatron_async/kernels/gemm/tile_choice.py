@@ -36,8 +36,8 @@ FALLBACK_ROWS = {
 """Whose measurements a number of rows goes by, in order."""
 
 RANKED_WEIGHTS = 6_000_000
-"""From so many weights on the estimate of ``untuned/ranking.py`` is used: GEMMs of fewer were not
-timed, and neither were weights in e4m3."""
+"""Elements of a weight from which on the estimate of ``untuned/ranking.py`` is used: smaller ones
+were not timed, and neither were ones in e4m3."""
 
 
 def find(

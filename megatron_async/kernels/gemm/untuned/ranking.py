@@ -36,11 +36,11 @@ _WARPS = tuple(
 _MOST_STAGES = 14
 _REGISTERS = 65536
 _REACHED = {3: 114, 4: 120, 6: 114, 8: 112}
-"""Of 132 SMs, by the CTAs of a cluster; an H200 was seen to reach 117, 120, 114 and 120."""
+"""SMs among 132, by the CTAs of a cluster; an H200 was seen to reach 117, 120, 114 and 120."""
 
 
 class Loop(NamedTuple):
-    """Of one of the kernels; times in microseconds, rates in bytes a microsecond.
+    """The main loop of a kernel; times in microseconds, rates in bytes a microsecond.
 
     Args:
         sm: rate at which an SM takes weights and x at most.
@@ -76,9 +76,9 @@ MMA_WARPS = 0.0066 / 4
 TOGETHER = 3.3
 """Limits add up to somewhat more than the highest of them: the exponent of their norm."""
 CLUSTER, CLUSTER_SUMS = 0.065, 133e3
-"""Of split K in a cluster: microseconds for each CTA, bytes a microsecond of the sums."""
+"""Split K in a cluster: microseconds for each CTA, bytes a microsecond of the sums."""
 WORKSPACE, WORKSPACE_SUMS = 1.53, 29e3
-"""The same of a workspace, microseconds in all."""
+"""Split K by a workspace: microseconds in all, bytes a microsecond of the sums."""
 WARPS_K, STORED = 0.064, 33e3
 """Microseconds for each doubling of the warps in K, bytes a microsecond of what CTAs put out."""
 AHEAD, AHEAD_BYTES = 0.97, 2.34e6
@@ -118,7 +118,7 @@ class Load(NamedTuple):
 def load_of(
     problem: GemmProblem, config: TileConfig, sm_count: int, limit: int = SHARED_BYTES
 ) -> Load:
-    """What ``config`` asks of a GPU with so many SMs, whose CTAs have ``limit`` bytes."""
+    """What ``config`` asks of a GPU with ``sm_count`` SMs, whose CTAs have ``limit`` bytes."""
     rows, n, k, _, _, scale_columns = problem
     tiles, threads = config.ctas(n), 32 * _warps(config)
     shared = config.shared_bytes(k, rows, scale_columns)
@@ -183,7 +183,7 @@ def estimated_us(
 
 
 def cluster_sms(sm_count: int, size: int) -> int:
-    """SMs that clusters of so many CTAs reach: large ones do not fill the last SMs of each GPC."""
+    """SMs that clusters of ``size`` CTAs reach: large ones do not fill the last SMs of each GPC."""
     return sm_count * _REACHED.get(size, 132) // 132
 
 
@@ -319,7 +319,7 @@ def _built(
 def _deepest(
     problem: GemmProblem, shape: TileConfig, resident: int, limit: int
 ) -> TileConfig | None:
-    """The config with most stages of which so many CTAs have room on an SM; None if there is
+    """The config with most stages of which ``resident`` CTAs have room on an SM; None if there is
     none."""
     k, rows, scale_columns = problem.k, problem.rows, problem.scale_columns
     room = limit if resident == 1 else limit // resident - 1024

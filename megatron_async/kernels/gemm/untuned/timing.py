@@ -24,9 +24,9 @@ from megatron_async.kernels.gemm.tile_config import (
 )
 
 ROUND_BYTES = 400 * 2**20
-"""Weights that follow each other have so many bytes together, several times the L2 cache."""
+"""Bytes, at least, of weights that follow each other: several times the L2 cache."""
 MEASURED_BYTES = 2 * 2**30
-"""A measurement reads so many bytes at least, some 0.5 ms on an H200."""
+"""Bytes that a measurement reads at least, in some 0.5 ms on an H200."""
 ERROR_LIMIT = 2e-2
 """Relative, of what a config computes."""
 _PER_STATISTIC = 64
@@ -144,7 +144,7 @@ def random_weights(byte_count: int, device: torch.device) -> Tensor:
         uint8 ``[byte_count]``.
 
     Raises:
-        torch.OutOfMemoryError: there is not so much free memory.
+        torch.OutOfMemoryError: less memory is free.
     """
     draw = torch.Generator(device).manual_seed(0)
     some = torch.randn(2**20, generator=draw, device=device).mul_(0.02).to(torch.bfloat16)
