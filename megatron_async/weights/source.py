@@ -113,7 +113,7 @@ class ModelDirectory:
         return weights if in_place else None
 
     def cache_scales(self, model: GPTModel) -> Tensor | None:
-        """Those that it has for an FP8 KV cache of ``model``, as
+        """The scales that it has for an FP8 KV cache of ``model``, as
         :attr:`~megatron_async.models.gpt.Inference.stored_cache_scales`.
 
         Raises:
