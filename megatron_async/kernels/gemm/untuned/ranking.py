@@ -8,6 +8,7 @@ of split K. The constants were fitted to 2,294 times on one H200 (``scripts/benc
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -233,9 +234,10 @@ def _sums_us(rows: int, config: TileConfig) -> float:
     return us
 
 
+@functools.lru_cache(maxsize=256)
 def ranked(
     problem: GemmProblem, *, tma: bool, sm_count: int, limit: int = SHARED_BYTES
-) -> list[TileConfig]:
+) -> tuple[TileConfig, ...]:
     """Configs that can be built, by their estimated time."""
     shapes = itertools.chain(
         _tma_shapes(problem, sm_count) if tma else (), _shapes(problem, sm_count)
@@ -245,14 +247,14 @@ def ranked(
         for shape in shapes
         for config in _built(problem, shape, sm_count, limit)
     }
-    return sorted(costs, key=costs.__getitem__)
+    return tuple(sorted(costs, key=costs.__getitem__))
 
 
 def short_ranking(
     problem: GemmProblem, count: int, *, tma: bool, sm_count: int, limit: int = SHARED_BYTES
 ) -> list[TileConfig]:
-    """The first ``count`` of :func:`ranked` that are not much alike: at most two divide the weight
-    in the same way, and half of them at least are of the kernel that came second, if there are."""
+    """At most ``count`` of :func:`ranked` that are not much alike: at most two divide the weight in
+    the same way, and a third are of the kernel that does not come first, if there are such."""
     taken: dict[tuple[int, int, bool], int] = {}
     chosen: list[TileConfig] = []
     for config in ranked(problem, tma=tma, sm_count=sm_count, limit=limit):
