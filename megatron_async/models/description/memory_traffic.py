@@ -208,7 +208,8 @@ def floor_ms(
         experts: of each layer, those that a step has read; None takes what is to be expected of
             its tokens, see :func:`expected_experts`.
         state_itemsize: bytes of an element of recurrent states.
-        kv_itemsize: bytes of an element of the model's keys and values; None is ``itemsize``.
+        kv_itemsize: bytes of an element of keys and values, of a draft model too; None is
+            ``itemsize``.
         layer_itemsize, expert_itemsize: and of its layers, as :func:`weight_bytes` takes them.
         tensor, expert, pipeline, micro_batches: sizes of the layout.
     """
@@ -231,7 +232,7 @@ def floor_ms(
         draft = kv + mtp_weight_bytes(config, itemsize, drafting, layer_itemsize)
     else:
         drafting = expected_experts(draft_model, batch_size)
-        kv = kv_bytes(draft_model, itemsize, *load)
+        kv = kv_bytes(draft_model, kept, *load)
         draft = kv + weight_bytes(draft_model, itemsize, drafting)
     read += drafts * draft
     return 1e3 * read / bandwidth

@@ -63,6 +63,9 @@ def test_floor_reads_as_many_bytes_of_the_cache_as_it_keeps() -> None:
     whole, kept = (floor_ms(config, 4, 1e3, kv_itemsize=n, **load) for n in (None, 1))
     row = 2 * config.num_kv_heads * config.head_dim * config.num_layers
     assert whole - kept == pytest.approx(3 * row * 3 * 20)
+    drafted = dict(load, drafts=2, draft_model=config)
+    whole, kept = (floor_ms(config, 4, 1e3, kv_itemsize=n, **drafted) for n in (None, 1))
+    assert whole - kept == pytest.approx(3 * 3 * row * 3 * 20), "a draft model's cache is kept too"
 
 
 def test_layers_in_e4m3_have_a_byte_an_element() -> None:
