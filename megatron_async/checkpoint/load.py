@@ -279,7 +279,7 @@ def load_pretrained(
         quantization: "fp8" keeps linear layers and experts as e4m3: as they are stored, or of a
             model without such weights quantized while they are read; and experts that are stored
             as MXFP4 as they are. "mxfp4" keeps these alone. None multiplies all out.
-        quantize_activations: linear layers that keep e4m3 quantize their inputs too, by scales that
+        quantize_activations: what keeps e4m3 quantizes its inputs too, linear layers by scales that
             are stored for activations if the directory has such, else by token.
         built: called with the model when its modules are there, before its weights are read.
 

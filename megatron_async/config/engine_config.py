@@ -194,11 +194,13 @@ class EngineConfig:
             checkpoint as they are stored, others quantized while they are read; experts that a
             checkpoint has in MXFP4 stay so. "mxfp4" keeps these alone. None multiplies FP8 and
             MXFP4 weights out to ``dtype``.
-        quantize_activations: with quantization="fp8" linear layers whose weights are e4m3 multiply
-            them by inputs in e4m3, which they quantize by token, by token and group of columns, or
-            by scales that the checkpoint brings. Fused decode steps on a GPU do not.
+        quantize_activations: with quantization="fp8" linear layers and experts whose weights are
+            e4m3 multiply them by inputs in e4m3, which they quantize by token, by token and group
+            of columns, or, but for experts, by scales that the checkpoint brings. Fused decode
+            steps on a GPU do not.
         kv_cache_dtype: "fp8" keeps keys and values as e4m3, so that twice the tokens fit; None
-            keeps them in ``dtype``. Scales by layer and head are chosen at the start.
+            keeps them in ``dtype``. Scales by layer and head are chosen at the start, and for new
+            weights.
         record: a file that gets the engine's commands with their ticket numbers; ``megatron-async
             replay`` repeats the run.
         audit_graphs: after new weights, a sleep, a wake-up, a suspension and a reset check that all

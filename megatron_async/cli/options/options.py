@@ -88,8 +88,8 @@ _QUANTIZATION = (
     "(default: both are multiplied out)"
 )
 _QUANTIZE_ACTIVATIONS = (
-    "with --quantization fp8: linear layers multiply e4m3 by e4m3, but in fused decode steps "
-    "(default: activations stay as --dtype)"
+    "with --quantization fp8: linear layers and experts multiply e4m3 by e4m3, but in fused decode "
+    "steps (default: activations stay as --dtype)"
 )
 _KV_CACHE_DTYPE = (
     "fp8 keeps keys and values as e4m3, so that twice the tokens fit (default: as --dtype)"

@@ -324,6 +324,21 @@ def test_large_layers_of_other_formats(device: str, name: str, kind: str, tokens
 
 
 @on_cuda
+@pytest.mark.parametrize("kind", ["rows", "groups"])
+@pytest.mark.parametrize("number", range(4))
+def test_tiles_of_rows_in_e4m3_give_the_definition(device: str, number: int, kind: str) -> None:
+    layer = Layer(Sizes(4, 2, 1024, 768, SWIGLU), 300, device, torch.float32)
+    layer.keep(kind)
+    columns = (32, 32) if kind == "groups" else (0, 0)
+    tiles = choose_tiles(number, 1, LIMIT_OF[HOPPER], None, columns)
+    found = layer.run(tiles, quantizes=True)
+    cpu = KeptWeights(*(None if part is None else part.cpu() for part in layer.weights))
+    routing = Routing(*(part.cpu() for part in layer.routing))
+    meant = expert_mlp_in_e4m3(layer.hidden.cpu(), routing, cpu, layer.activation).double()
+    assert relative_error(found.cpu(), meant) < 5e-3
+
+
+@on_cuda
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("kind", ["rows", "groups"])
 @pytest.mark.parametrize("name", LARGE)
@@ -557,3 +572,13 @@ def test_a_layer_computes_many_tokens_with_them(
             expected = experts_of(module, layer.hidden, layer.routing)
     assert torch.equal(found, layer.run()) and not torch.equal(found, expected)
     assert relative_error(found, expected.double()) < LIMIT
+    layer.keep("rows")
+    module.kept_weights, module.weights = KeptWeights(*layer.weights), layer.wide[:4]
+    module.quantizes_inputs = True
+    with torch.inference_mode():
+        found = experts_of(module, layer.hidden, layer.routing)
+        assert torch.equal(found, layer.run(quantizes=True))
+        with batch_invariant_mode():
+            expected = experts_of(module, layer.hidden, layer.routing)
+    assert relative_error(layer.run(), expected.double()) < LIMIT, "16 bits"
+    assert relative_error(found, expected.double()) > LIMIT

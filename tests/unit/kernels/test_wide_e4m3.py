@@ -67,8 +67,9 @@ def test_chosen_tiles_equal_float64(case: tuple[int, int, int, int]) -> None:
     found = wide_e4m3.multiply(x, weight, scale)
     meant = meant_of(x, weight, scale)
     assert (found.cpu().double() - meant).norm() < 5e-3 * meant.norm()
-    again = wide_e4m3.multiply(x, weight, scale)
-    assert torch.equal(found, again), "sums have one order"
+    for _ in range(20):
+        again = wide_e4m3.multiply(x, weight, scale)
+        assert torch.equal(found, again), "sums have one order"
 
 
 class OnGpu(Tensor):
