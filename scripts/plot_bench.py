@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 COLUMNS = 4
+LONG_PROMPT = 1024
+"""The fewest tokens of a prompt that a panel names."""
 
 
 class Bar(NamedTuple):
@@ -54,6 +56,8 @@ def panels_of(report: dict[str, Any], others: list[tuple[str, int, Bar]]) -> lis
             bars += [_baseline(row, "tokens_per_second") for row in found if key == "inf"]
         else:
             title = f"batch {key}"
+            if (prompt := load.get("prompt_tokens", 0)) >= LONG_PROMPT:
+                title += f", prompt {prompt:,}"
             bars += [_baseline(row, height) for row in found if row["batch"] == key]
             bars += [bar for *where, bar in others if where == [shape, key]]
         panels.append(Panel(f"{shape}, {title}{added}", unit, bars, mine[0].get("floor_ms")))
@@ -87,7 +91,7 @@ def draw(panels: list[Panel], heading: str, out: Path) -> None:
         drawn = axis.bar(range(len(names)), heights, color=colours)
         axis.set_xticks(range(len(names)), names, rotation=45, ha="right")
         axis.bar_label(drawn, fmt="%.0f" if "tokens" in panel.unit else "%.3f")
-        axis.margins(y=0.12)
+        axis.margins(y=0.2)
         if panel.floor is not None:
             label = f"floor {panel.floor:.3f} ms"
             axis.axhline(panel.floor, color="tab:red", linestyle="--", label=label)

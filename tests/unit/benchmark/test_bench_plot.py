@@ -68,6 +68,13 @@ def test_panels_show_depths_baselines_and_others() -> None:
     ]
 
 
+def test_panels_name_long_prompts() -> None:
+    panels_of = runpy.run_path(str(SCRIPT))["panels_of"]
+    for tokens, title in ((128, "llama8b, batch 32"), (4096, "llama8b, batch 32, prompt 4,096")):
+        (panel,) = panels_of({**DECODE, "load": {**LOAD, "prompt_tokens": tokens}}, [])
+        assert panel.title == title
+
+
 def test_ragged_panels_are_by_arrival_rate() -> None:
     at_once, over_time = runpy.run_path(str(SCRIPT))["panels_of"](RAGGED, [])
     assert at_once.title == "llama8b, ragged, at once" and over_time.title.endswith("20/s")
