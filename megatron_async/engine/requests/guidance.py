@@ -19,7 +19,6 @@ from megatron_async.request.request import (
 )
 from megatron_async.runner.model_runner import ModelRunner
 from megatron_async.runner.step_program import RowProcessor
-from megatron_async.scheduler.request_state import Sequence as SchedulerSequence
 from megatron_async.step.plan import Guess, Plan, Ticket
 
 if TYPE_CHECKING:
@@ -162,14 +161,10 @@ class Guidance:
         """Some row of a plan goes through Python functions."""
         return not self._processors.keys().isdisjoint(plan.rows.keys)
 
-    def prepare(self, ticket: Ticket, sequences: Mapping[int, SchedulerSequence]) -> dict[int, int]:
+    def prepare(self, ticket: Ticket) -> dict[int, int]:
         """Write masks for the S of the pending ``ticket``, once all earlier tokens of its rows are
         taken, and launch it where Python functions come first. Returns how many drafts of the next
-        row of each request that a grammar guides are guessed.
-
-        Args:
-            sequences: what requests have taken, by scheduler key.
-        """
+        row of each request that a grammar guides are guessed."""
         guessed: dict[int, int] = {}
         if not self._matchers and not self._processors:
             return guessed
@@ -198,7 +193,7 @@ class Guidance:
             key = rows.keys[row]
             guessed[key] = max(map(len, runs)) - 1 if any(runs) else 0
             if guessed[key]:
-                known.append(Guess(rows.slots[row], len(sequences[key].tokens), runs))
+                known.append(Guess(rows.slots[row], self._length(key), runs))
         if known:
             self._runner.guess(ticket, known)
         if processors:
@@ -207,6 +202,11 @@ class Guidance:
 
     def _fill(self, windows: Sequence[Window]) -> list[Runs]:
         return self._grammars.windows.fill(windows) if windows else []
+
+    def _length(self, key: int) -> int:
+        """Tokens of a request, prompt included, that have been taken."""
+        request, _ = self._matchers[key]
+        return len(request.prompt_tokens) + len(request.generated_tokens)
 
 
 class GrammarEnd:

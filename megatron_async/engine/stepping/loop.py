@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from megatron_async.engine.commands import (
     AbortRequest,
@@ -43,7 +43,6 @@ from megatron_async.errors import (
 from megatron_async.request.request import StepReport
 from megatron_async.runner.model_runner import ModelRunner
 from megatron_async.sampling_params import SamplingParams
-from megatron_async.scheduler.events import Commit
 from megatron_async.scheduler.request_state import Sequence
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.step.plan import Plan, Ticket
@@ -57,23 +56,9 @@ logger = logging.getLogger(__name__)
 NO_TICKET = -1
 
 
-class Taken(NamedTuple):
-    """A ticket whose tokens the scheduler has taken and nobody else."""
-
-    ticket: Ticket
-    result: StepResult
-    commit: Commit
-    depth: int
-    reason: str | None
-
-
 class DecodeLoop:
     """Applies commands, plans, launches and commits; ``depth`` 0 is serial decoding. Of several
     micro-batches the steps of others are in flight besides.
-
-    A launch that needs tokens, since something guides its rows, is behind what the scheduler does
-    with them and ahead of what is told of them. For that a depth of 1 has one more step in flight
-    between two calls of :meth:`step` while a guided request holds a slot, which the next one takes.
 
     Commands are applied in order before a plan, so that decisions depend on ticket numbers and not
     on when somebody called. The caller holds the engine's step lock.
@@ -103,9 +88,6 @@ class DecodeLoop:
         debug: bool,
     ) -> None:
         self.depth = depth
-        limits = scheduler.limits
-        self._takes_late = depth == limits.micro_batches == 1 and limits.guided_lag is None
-        """Guided rows have one more step in flight between two steps."""
         self.late_planning = late_planning
         self.suspended = False
         self.steps_run = 0
@@ -121,8 +103,6 @@ class DecodeLoop:
         self._logging_interval = logging_interval
         self._debug = debug
         self._in_flight: deque[Ticket] = deque()
-        self._untold: deque[Taken] = deque()
-        """None between two steps."""
         self._updated: list[tuple[int, SamplingParams]] = []
         """New sampling parameters whose control has not been launched."""
         self._plans_without_rows = 0
@@ -149,9 +129,7 @@ class DecodeLoop:
 
     def step(self) -> None:
         """Launch a step, then commit what is in flight beyond ``depth``; depth 0 is serial."""
-        scheduler, guided = self._scheduler, self._scheduler.table.guided
-        # More of them: an interrupted wait.
-        while len(self._in_flight) > self.depth + scheduler.others + (guided and self._takes_late):
+        while len(self._in_flight) > self.depth + self._scheduler.others:  # an interrupted wait
             self._commit_oldest(None)
         if self.commands.waiting:
             self.apply_commands()
@@ -159,26 +137,18 @@ class DecodeLoop:
         if self.suspended:
             self._publish_events()
             return
-        try:
-            if self._logging_interval or scheduler.table.guided:
-                self._before_plan()
-            plan = self._plan()
-            self._publish_events()
-            if plan is not None:
-                pending = self._runner.pending
-                self._in_flight.append(self._launch(plan))
-                self._launched(plan, pending)
-            elif not self._in_flight:
-                self._check_progress()
-        finally:
-            if self._untold:
-                self._tell()
-        # With nothing to launch the oldest step is taken: its commit is what makes room.
-        allowed = max(len(self._in_flight) - 1, 0)
+        if self._logging_interval or self._scheduler.table.guided:
+            self._before_plan()
+        plan = self._plan()
+        self._publish_events()
         if plan is not None:
-            allowed = self.depth + scheduler.others
-            if self._takes_late and scheduler.table.guided:
-                allowed += 1
+            pending = self._runner.pending
+            self._in_flight.append(self._launch(plan))
+            self._launched(plan, pending)
+        elif not self._in_flight:
+            self._check_progress()
+        # With nothing to launch the oldest step is taken: its commit is what makes room.
+        allowed = self.depth + self._scheduler.others if plan else max(len(self._in_flight) - 1, 0)
         while len(self._in_flight) > allowed:
             self._commit_oldest(None)
 
@@ -233,7 +203,7 @@ class DecodeLoop:
         sits_out = self._scheduler.limits.guided_lag is not None
         after = self._scheduler.guided_after if sits_out else pending.plan.after
         while self._in_flight[0].number <= after:
-            self._commit_oldest(None, tells=False)
+            self._commit_oldest(None)
         if self._guidance.has_processors(pending.plan):
             self.drain(NotOverlapped.LOGITS_PROCESSOR)
         else:
@@ -246,8 +216,7 @@ class DecodeLoop:
         if self._prepared is pending:
             return
         try:
-            sequences = self._scheduler.table.sequences
-            self._scheduler.foresee(self._guidance.prepare(pending, sequences))
+            self._scheduler.foresee(self._guidance.prepare(pending))
             self._prepared = pending
         except BaseException as error:
             launched = self._runner.pending is not pending or self._runner.launching
@@ -257,14 +226,12 @@ class DecodeLoop:
 
     def drain(self, reason: NotOverlapped) -> None:
         """Commit all that is in flight: a barrier. The chain goes on with the next step."""
-        self._tell()
         self.counters.barriers += 1
         while self._in_flight:
             self._commit_oldest(reason)
 
-    def _commit_oldest(self, barrier: NotOverlapped | None, *, tells: bool = True) -> None:
-        """Take the tokens of the oldest step in flight, as soon as they are there; without
-        ``tells`` :meth:`_tell` is to be called when a launch is behind.
+    def _commit_oldest(self, barrier: NotOverlapped | None) -> None:
+        """Take the tokens of the oldest step in flight, as soon as they are there.
 
         What interrupts the wait, such as Ctrl-C, leaves the step in flight, and nothing is lost.
         """
@@ -283,15 +250,7 @@ class DecodeLoop:
             waited = self._runner.wait_ns - waited
             self.late_planning.taken(ticket, waited, followed=bool(self._in_flight))
         started = time.perf_counter_ns()
-        commit = self._scheduler.commit(ticket.plan, result)
-        depth = len(self._in_flight) - self._scheduler.others
-        if not 0 <= depth <= self.depth:
-            depth = min(max(depth, 0), self.depth)
-        reason = None if depth else self._not_overlapped(barrier).value
-        if tells:
-            self._commit(ticket, result, commit, depth, reason)
-        else:
-            self._untold.append(Taken(ticket, result, commit, depth, reason))
+        self._commit(ticket, result, barrier)
         if self._observers.on_span:
             self._observers.span("commit", ticket.number, started, time.perf_counter_ns())
 
@@ -303,18 +262,15 @@ class DecodeLoop:
         refused = (ReentrantCallError, EngineThreadError, EngineStoppedError)
         return isinstance(error, RuntimeError) and not isinstance(error, refused)
 
-    def _tell(self) -> None:
-        """Tell of what has been taken without, in the order of tickets."""
-        while self._untold:
-            self._commit(*self._untold.popleft())
-
-    def _commit(
-        self, ticket: Ticket, result: StepResult, commit: Commit, depth: int, reason: str | None
-    ) -> None:
-        """Tell everybody else what the scheduler has taken."""
+    def _commit(self, ticket: Ticket, result: StepResult, barrier: NotOverlapped | None) -> None:
+        commit = self._scheduler.commit(ticket.plan, result)
         if self._guidance.keys:
             self.counters.guided_rows.update(self._guidance.ways(ticket.plan))
             self._guidance.explain(commit.reasons)
+        depth = len(self._in_flight) - self._scheduler.others
+        if not 0 <= depth <= self.depth:
+            depth = min(max(depth, 0), self.depth)
+        reason = None if depth else self._not_overlapped(barrier).value
         discarded = commit.tokens.count(())
         committed = sum(map(len, commit.tokens))
         drafted, windows = 0, ticket.plan.rows.windows
@@ -338,8 +294,7 @@ class DecodeLoop:
         if result.hidden_states is not None:
             self._outputs.take_hidden_states(ticket.plan, result.hidden_states)
         self._output(commit, report)
-        if not self._untold:
-            self._publish_events()
+        self._publish_events()
         for on_commit in self._observers.on_commit:
             on_commit(report)
 
@@ -349,9 +304,6 @@ class DecodeLoop:
         if self._debug:
             self._scheduler.check()
         if not self._scheduler.table.has_news:
-            return
-        if self._untold:
-            self._tell()  # which publishes them too
             return
         events = self._scheduler.table.take_events()
         self.counters.record_events(events)
