@@ -14,7 +14,8 @@ from megatron_async.request.parameter_checks import as_integer
 DEFAULT_ASYNC_DEPTH = 1
 DEFAULT_BLOCK_SIZE_TOKENS = 64
 MAX_DEPTH = 64
-MAX_AUTOTUNE_SECONDS = 600.0
+MAX_AUTOTUNE_SECONDS = 300.0
+"""Half of the time that other ranks wait for the one that measures."""
 MAX_REQUESTS = 2**16
 MAX_DRAFTS = 64
 LEAST_DRAFT_COST = 0.05

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from megatron_async.benchmark.measuring.loads import Load
 from megatron_async.benchmark.model import BenchmarkModel
 from megatron_async.build.runner import open_runner
 from megatron_async.build.spec import EngineSpec
+from megatron_async.errors import ConfigError
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.gemm.tile_config import (
     ADD,
@@ -166,6 +168,44 @@ def test_what_fails_is_not_taken(
     monkeypatch.setattr(autotune.TimedGemm, "time_us", time_us)
     tuned = autotune.tune(Decoder(), [1], 1000.0, CPU)
     assert (tuned.found, tuned.left) == ({first.problem: first.configs[2]}, 1)
+
+
+def test_a_config_that_does_not_compile_ends_no_start(
+    timed: list[tuple[GemmProblem, TileConfig]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_together(work: Any, architecture: str) -> None:
+        compiled.append(architecture)
+        raise ConfigError("skinny_gemm_mma.cu does not compile")
+
+    def time_us(self: Any, config: TileConfig) -> float:
+        if config == first.configs[0]:
+            raise ConfigError("skinny_gemm_mma.cu does not compile")
+        return float(first.configs.index(config))
+
+    compiled: list[str] = []
+    first = next(autotune.open_problems(Decoder().gemms, [1]))
+    monkeypatch.setattr(cuda, "compile_together", compile_together)
+    monkeypatch.setattr(autotune.TimedGemm, "time_us", time_us)
+    monkeypatch.setattr(autotune, "open_problems", lambda *_: iter([first]))
+    tuned = autotune.tune(Decoder(), [1], 1000.0, CPU)
+    assert compiled and tuned == ({first.problem: first.configs[1]}, 0)
+
+
+def test_memory_of_a_tuning_is_given_back(
+    timed: list[tuple[GemmProblem, TileConfig]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+
+    def random_weights(*_: Any) -> torch.Tensor:
+        memory = torch.zeros(1)
+        held.append(weakref.ref(memory))
+        return memory
+
+    monkeypatch.setattr(autotune, "random_weights", random_weights)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: alive.append(held[0]() is not None))
+    autotune.tune(Decoder(), [1], 1000.0, CPU)
+    assert alive == [False]
 
 
 def test_without_memory_or_a_file_engines_start_all_the_same(

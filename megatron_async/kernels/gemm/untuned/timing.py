@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megatron_async.device.cuda import no_collection
 from megatron_async.device.cuda_timeline import mean_us
 from megatron_async.kernels.gemm.skinny_gemm import SkinnyGemm, statistics_of
 from megatron_async.kernels.gemm.tile_config import (
@@ -88,7 +89,8 @@ class TimedGemm:
 
         Raises:
             ArithmeticError: the config computes something else than the first one did.
-            RuntimeError: it cannot be built or launched.
+            ConfigError: it does not compile.
+            RuntimeError: it is not launched.
         """
         rows, n, k, norm, epilogue, columns = self.problem
         assert norm is not None and epilogue is not None
@@ -113,14 +115,14 @@ class TimedGemm:
         """Microseconds of a launch, the least of ``replays`` means.
 
         Raises:
-            ArithmeticError, RuntimeError: see :meth:`launcher`.
+            ArithmeticError, ConfigError, RuntimeError: see :meth:`launcher`.
         """
         launch = self.launcher(config)
         round_bytes = len(self.weights) * weight_bytes(self.problem)
         count = len(self.weights) * -(-MEASURED_BYTES // round_bytes)
         graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph, which collects garbage for longer than a measurement takes.
-        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+        with no_collection(), torch.cuda.stream(torch.cuda.Stream(self._device)):
             graph.capture_begin(capture_error_mode="thread_local")
             for number in range(count):
                 launch(number)
