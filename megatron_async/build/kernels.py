@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +18,36 @@ from megatron_async.runner.cuda_graphs import row_buckets
 if TYPE_CHECKING:
     from megatron_async.models.fused.blocks.gemms import Work
 
+logger = logging.getLogger(__name__)
+
 NEEDS_SIZES = "attention"
 """The kernel that is compiled for the sizes of a cache, which are chosen once weights are there."""
 
 
-def compile_meanwhile(model: Any, config: EngineConfig) -> None:
+@contextlib.contextmanager
+def compiling_meanwhile(
+    config: EngineConfig, device: torch.device
+) -> Iterator[Callable[[Any], None] | None]:
+    """While a model is loaded inside, compilers are made ready. Call what this yields with the
+    model once its modules are there; on a CPU it is None. An error inside does not wait for kernels
+    that have not begun to compile.
+    """
+    if device.type != "cuda":
+        yield None
+        return
+    from megatron_async.kernels.ahead import compilers_ahead
+
+    begun: list[Callable[[], None]] = []
+    try:
+        with compilers_ahead(device):
+            yield lambda model: begun.append(compile_meanwhile(model, config))
+    except BaseException:
+        for give_up in begun:
+            give_up()
+        raise
+
+
+def compile_meanwhile(model: Any, config: EngineConfig) -> Callable[[], None]:
     """Begin to compile what decode steps over a model are going to need; returns at once.
 
     It may be called before the weights have values. What it leaves out, or foresees wrongly, is
@@ -29,15 +55,24 @@ def compile_meanwhile(model: Any, config: EngineConfig) -> None:
 
     Args:
         model: with all modules, on a CUDA device.
+
+    Returns:
+        What leaves out all that has not begun.
     """
     if config.batch_invariant or Layout.of(config) != Layout():
-        return
+        return _nothing
     from megatron_async.kernels.ahead import compile_in_background
 
     device: torch.device = next(model.parameters()).device
-    # An error is one of the engine's, which does the same with all it knows.
-    with contextlib.suppress(Exception):
-        compile_in_background(foreseen(model, config), device)
+    try:
+        return compile_in_background(foreseen(model, config), device)
+    except Exception as error:  # one of the engine's, which does the same with all it knows
+        logger.info("not all kernels are compiled while weights are read: %s", error)
+    return _nothing
+
+
+def _nothing() -> None:
+    return
 
 
 def foreseen(model: Any, config: EngineConfig) -> Iterator[Work]:

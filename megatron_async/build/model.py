@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +59,9 @@ def config_of(path: str | Path) -> ModelConfig:
 def load_share(path: str | Path, config: EngineConfig, device: torch.device) -> ServedModel:
     """The model of a directory, or this rank's share of it, with the one that drafts."""
     dtype = None if config.dtype is None else getattr(torch, config.dtype)
-    with _compilers_ahead(device):
+    from megatron_async.build.kernels import compiling_meanwhile
+
+    with compiling_meanwhile(config, device) as built:
         pretrained = load_pretrained(
             path,
             device=device,
@@ -70,7 +70,7 @@ def load_share(path: str | Path, config: EngineConfig, device: torch.device) -> 
             tokenizer_model=config.tokenizer_model,
             quantization=config.quantization,
             quantize_activations=config.quantize_activations,
-            built=partial(_compile_meanwhile, config) if device.type == "cuda" else None,
+            built=built,
         )
     weights = None
     if config.enable_sleep_mode:
@@ -102,20 +102,6 @@ def load_share(path: str | Path, config: EngineConfig, device: torch.device) -> 
         weights_region=weights,
         sampling_defaults=defaults,
     )
-
-
-def _compile_meanwhile(config: EngineConfig, model: Any) -> None:
-    from megatron_async.build.kernels import compile_meanwhile
-
-    compile_meanwhile(model, config)
-
-
-def _compilers_ahead(device: torch.device) -> AbstractContextManager[None]:
-    if device.type != "cuda":
-        return nullcontext()
-    from megatron_async.kernels.ahead import compilers_ahead
-
-    return compilers_ahead(device)
 
 
 def network_over(model: Any, config: EngineConfig) -> GPTNetwork:

@@ -2,7 +2,8 @@
 
 CUDA C++ sources are given to the threads as soon as their macros are known. A Triton kernel is
 known by its launch alone, so launches are rehearsed: inside of :meth:`CompileAhead.rehearsal` they
-compile their kernels in other threads and run nothing. What a kernel would have filled is zeros.
+compile their kernels in other threads and run nothing, and those of CUDA C++ load theirs. What a
+kernel would have filled is zeros.
 
 A kernel that does not compile, or that the GPU does not run, is no error here: its first real use
 compiles it again, and raises.
@@ -15,7 +16,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megatron_async.kernels import compile as cuda
+from megatron_async.kernels.launch_watch import watch
 
 MOST_THREADS = 16
 
@@ -40,7 +42,8 @@ rehearsing = _Rehearsal()
 
 
 class CompileAhead:
-    """Threads that compile for one GPU, all of them gone when its context is left.
+    """Threads that compile for one GPU, all of them gone when its context is left. An error that
+    leaves it does not wait for what has not begun.
 
     Args:
         device: a CUDA device.
@@ -56,6 +59,9 @@ class CompileAhead:
         self._cuda_threads = ThreadPoolExecutor(count, thread_name_prefix="nvrtc")
         self._triton_threads = ThreadPoolExecutor(count, thread_name_prefix="triton")
         self._launched: set[tuple[Any, ...]] = set()
+        self._asked: dict[int, Any] = {}
+        """Kernels of Triton that were launched, by their ``id``."""
+        self._gives_up = False
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> CompileAhead:
@@ -67,8 +73,14 @@ class CompileAhead:
             self._stack.enter_context(mode(_Loading(self), ignore_errors=True))
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is not None:
+            # Triton waits for its futures, which are therefore not cancelled.
+            self._gives_up = True
+            self._cuda_threads.shutdown(wait=False, cancel_futures=True)
         self._stack.close()
+        for kernel in self._asked.values():
+            _forget_failures(kernel)
 
     def compile(self, work: Iterable[tuple[str, Mapping[str, int]]]) -> None:
         """Have sources compiled with their macros, each once, so that they are found on disk."""
@@ -78,7 +90,8 @@ class CompileAhead:
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """In this thread, launches compile and run nothing; PyTorch's operators run."""
+        """In this thread, launches of Triton's kernels compile, those of CUDA's load, and neither
+        runs; PyTorch's operators do."""
         from triton.runtime.jit import JITFunction
 
         if _async_compile_mode() is None:
@@ -86,17 +99,18 @@ class CompileAhead:
         with _patching, _Zeros():
             before = JITFunction.run
             JITFunction.run = ours = _rehearsed(before)
-            rehearsing.ahead = self
+            rehearsing.ahead, watch.keeps_back = self, True
             try:
                 yield
             finally:
-                rehearsing.ahead = None
+                rehearsing.ahead, watch.keeps_back = None, False
                 if JITFunction.run is ours:  # else somebody has put theirs around it
                     JITFunction.run = before
 
     def is_new(self, kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
         """Whether a launch may need another variant of a Triton kernel than all before: to ask
         Triton, which hashes sources, takes longer than to launch."""
+        self._asked[id(kernel)] = kernel
         constants = (parameter.is_constexpr for parameter in kernel.params)
         values = [
             value if constant else _variant(value)
@@ -118,6 +132,8 @@ class CompileAhead:
         """Compile and load a Triton kernel."""
 
         def work() -> Any:
+            if self._gives_up:
+                raise CancelledError
             kernel = compile_()
             self._load(kernel, self._device)
             return kernel
@@ -157,15 +173,20 @@ def _have_digest() -> None:
 
 def compile_in_background(
     work: Iterable[tuple[str, Mapping[str, int]]], device: torch.device
-) -> None:
+) -> Callable[[], None]:
     """Begin to compile sources with their macros; the threads end by themselves. Work that raises
-    ends there."""
+    ends there.
+
+    Returns:
+        What leaves out all that has not begun. A process that ends waits for the rest.
+    """
     pool = ThreadPoolExecutor(_thread_count(), thread_name_prefix="nvrtc")
     try:
         for source, defines in work:
             _begin(pool, source, defines, cuda.architecture(device.index or 0))
     finally:
         pool.shutdown(wait=False)
+    return functools.partial(pool.shutdown, wait=False, cancel_futures=True)
 
 
 def _begin(pool: Executor, source: str, defines: Mapping[str, int], architecture: str) -> None:
@@ -208,6 +229,17 @@ def _load(kernel: Any, device: torch.device) -> None:
     """Compile the launcher of a kernel, and load both."""
     with torch.cuda.device(device):
         getattr(kernel, "run")  # noqa: B009 - a property, which loads
+
+
+def _forget_failures(kernel: Any) -> None:
+    """Have the variants of a Triton kernel that failed compiled again when they are used: what was
+    in their way, such as too little memory, may not be there any more."""
+    from triton.runtime._async_compile import FutureKernel
+
+    for variants, *_ in list(kernel.device_caches.values()):
+        for key, made in list(variants.items()):
+            if isinstance(made, FutureKernel) and made.kernel is None:
+                variants.pop(key, None)
 
 
 def _variant(value: Any) -> Any:

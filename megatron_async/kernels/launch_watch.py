@@ -1,4 +1,5 @@
-"""Tells the arguments of launches that PyTorch does not see: those of CUDA and Triton kernels."""
+"""Tells the arguments of launches that PyTorch does not see: those of CUDA and Triton kernels; and
+keeps those of CUDA back."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ from typing import Any
 
 
 class Watch(threading.local):
-    """``seen`` is called with the arguments of each launch of a thread; None for nobody."""
+    """``seen`` is called with the arguments of each launch of a thread; None for nobody. While a
+    thread ``keeps_back``, its kernels of CUDA are loaded and not launched."""
 
     seen: Callable[[Iterable[Any]], None] | None = None
+    keeps_back = False
 
 
 watch = Watch()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +11,22 @@ import pytest
 import torch
 
 from megatron_async.build import kernels
-from megatron_async.build.kernels import NEEDS_SIZES, compile_meanwhile, foreseen
+from megatron_async.build.kernels import (
+    NEEDS_SIZES,
+    compile_meanwhile,
+    compiling_meanwhile,
+    foreseen,
+)
 from megatron_async.checkpoint import load_pretrained
 from megatron_async.config.engine_config import EngineConfig
+from megatron_async.errors import CheckpointError
 from megatron_async.kernels import ahead
 from megatron_async.models.build import build_model
 from megatron_async.models.fused import where
 from megatron_async.models.fused.decoder import FusedDecoder
 from tests.support import emulator
 from tests.support.decode_rig import DecodeRig, bfloat16_model, small
+from tests.support.patience import PATIENCE_SECONDS
 
 CPU = torch.device("cpu")
 CONFIG = EngineConfig(max_requests=20, num_speculative_tokens=2)
@@ -66,6 +75,38 @@ def test_an_error_ahead_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_meanwhile(torch.nn.Linear(2, 2), EngineConfig(batch_invariant=True))
     compile_meanwhile(torch.nn.Linear(2, 2), EngineConfig(tensor_model_parallel_size=2))
     assert len(asked) == 1
+
+
+def test_an_error_while_weights_are_read_leaves_out_what_has_not_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, may_end, compiled = threading.Event(), threading.Event(), []
+    threads = set(threading.enumerate())
+
+    def machine_code(source: str, macros: Any, architecture: str) -> bytes:
+        compiled.append(source)
+        begun.set()
+        assert may_end.wait(PATIENCE_SECONDS)
+        return b""
+
+    monkeypatch.setattr(ahead, "_begun", set())
+    monkeypatch.setattr(ahead, "_thread_count", lambda: 1)
+    monkeypatch.setattr(ahead, "compilers_ahead", lambda device: nullcontext())
+    monkeypatch.setattr(ahead.cuda, "architecture", lambda index: "sm_90a")
+    monkeypatch.setattr(ahead.cuda, "machine_code", machine_code)
+    monkeypatch.setattr(kernels, "foreseen", lambda *_: iter([("embed", {}), ("norm", {})]))
+    gpu = torch.device("cuda", 0)
+    with pytest.raises(CheckpointError), compiling_meanwhile(CONFIG, gpu) as built:
+        assert built is not None
+        built(torch.nn.Linear(2, 2))
+        assert begun.wait(PATIENCE_SECONDS)
+        raise CheckpointError("a file is cut off")
+    may_end.set()
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(PATIENCE_SECONDS)
+    assert compiled == ["embed"]
+    with compiling_meanwhile(CONFIG, CPU) as built:
+        assert built is None
 
 
 def test_a_kernel_is_begun_once_and_its_threads_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,6 +149,88 @@ def test_a_kernel_that_does_not_compile_is_an_error_of_its_launch(
 
 
 @compiles
+def test_what_failed_ahead_is_compiled_again(compilations: list[tuple[str, str]]) -> None:
+    from megatron_async.kernels import rings
+
+    _forget()
+    ring, counter, _, into = _rings()
+    loaded = []
+
+    def load(kernel: Any, device: torch.device) -> None:
+        loaded.append(kernel)
+        raise torch.OutOfMemoryError("no memory is left for a module")
+
+    with CompileAhead(GPU, load) as ahead, ahead.rehearsal():
+        rings.read_packet(ring, counter, into, 40)
+    assert len(loaded) == len(compilations) == 2
+    with compiling_for(None):
+        rings.read_packet(ring, counter, into, 40)
+    assert len(compilations) == 4
+
+
+@compiles
+def test_an_error_waits_for_nothing_that_has_not_begun(
+    compilations: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_async.kernels import rings
+
+    _forget()
+    monkeypatch.setattr(ahead_, "_thread_count", lambda: 1)
+    monkeypatch.setattr(cuda, "architecture", lambda index: "sm_90a")
+    begun, may_end, sources = threading.Event(), threading.Event(), []
+
+    def machine_code(source: str, defines: Any, architecture: str) -> bytes:
+        sources.append(source)
+        begun.set()
+        assert may_end.wait(PATIENCE_SECONDS)
+        return b""
+
+    def load(kernel: Any, device: torch.device) -> None:
+        assert may_end.wait(PATIENCE_SECONDS)
+
+    monkeypatch.setattr(cuda, "machine_code", machine_code)
+    ring, counter, sequence, into = _rings()
+    with pytest.raises(KeyboardInterrupt), CompileAhead(GPU, load) as ahead:
+        ahead.compile([("embed", {"H": 64}), ("norm", {})])
+        with ahead.rehearsal():
+            rings.read_packet(ring, counter, into, 40)
+            rings.publish(ring, sequence, counter, into)
+        assert begun.wait(PATIENCE_SECONDS)
+        shutdown = ahead._cuda_threads.shutdown
+
+        def noted(*args: Any, **options: Any) -> None:
+            shutdown(*args, **options)
+            may_end.set()
+
+        monkeypatch.setattr(ahead._cuda_threads, "shutdown", noted)
+        raise KeyboardInterrupt
+    assert sources == ["embed"]
+    assert "_publish_kernel" not in dict(compilations)
+    with compiling_for(None):
+        rings.publish(ring, sequence, counter, into)
+    assert "_publish_kernel" in dict(compilations)
+
+
+@compiles
+def test_kernels_of_cuda_are_not_launched_in_a_rehearsal(
+    compilations: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = []
+
+    def driver() -> Any:
+        launched.append(threading.current_thread())
+        raise RuntimeError("this is launched")
+
+    kernel = object.__new__(cuda.Kernel)
+    monkeypatch.setattr(cuda, "_driver", driver)
+    with CompileAhead(GPU, lambda *_: None) as ahead, ahead.rehearsal():
+        kernel.launch((1, 1, 1), 1)
+    assert not launched
+    with pytest.raises(RuntimeError, match="this is launched"):
+        kernel.launch((1, 1, 1), 1)
+
+
+@compiles
 def test_another_threads_launches_run_during_a_rehearsal(
     compilations: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
