@@ -27,14 +27,14 @@ NEEDS_SIZES = "attention"
 @contextlib.contextmanager
 def compiling_meanwhile(
     config: EngineConfig, device: torch.device
-) -> Iterator[Callable[[Any], None] | None]:
+) -> Iterator[Callable[[Any], None]]:
     """While a model is loaded inside, compilers are made ready. Call what this yields with the
-    model once its modules are there; on a CPU it is None. An error inside does not wait for kernels
-    that have not begun to compile.
+    model once its modules are there. An error inside does not wait for kernels that have not begun
+    to compile.
+
+    Args:
+        device: a CUDA device.
     """
-    if device.type != "cuda":
-        yield None
-        return
     from megatron_async.kernels.ahead import compilers_ahead
 
     begun: list[Callable[[], None]] = []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +61,7 @@ def config_of(path: str | Path) -> ModelConfig:
 def load_share(path: str | Path, config: EngineConfig, device: torch.device) -> ServedModel:
     """The model of a directory, or this rank's share of it, with the one that drafts."""
     dtype = None if config.dtype is None else getattr(torch, config.dtype)
-    from megatron_async.build.kernels import compiling_meanwhile
-
-    with compiling_meanwhile(config, device) as built:
+    with _compiling_meanwhile(config, device) as built:
         pretrained = load_pretrained(
             path,
             device=device,
@@ -102,6 +102,16 @@ def load_share(path: str | Path, config: EngineConfig, device: torch.device) -> 
         weights_region=weights,
         sampling_defaults=defaults,
     )
+
+
+def _compiling_meanwhile(
+    config: EngineConfig, device: torch.device
+) -> AbstractContextManager[Callable[[Any], None] | None]:
+    if device.type != "cuda":
+        return nullcontext()
+    from megatron_async.build.kernels import compiling_meanwhile
+
+    return compiling_meanwhile(config, device)
 
 
 def network_over(model: Any, config: EngineConfig) -> GPTNetwork:
