@@ -35,7 +35,7 @@ def compiling_meanwhile(
     Args:
         device: a CUDA device.
     """
-    from megatron_async.kernels.ahead import compilers_ahead
+    from megatron_async.kernels.compile_ahead import compilers_ahead
 
     begun: list[Callable[[], None]] = []
     try:
@@ -61,7 +61,7 @@ def compile_meanwhile(model: Any, config: EngineConfig) -> Callable[[], None]:
     """
     if config.batch_invariant or Layout.of(config) != Layout():
         return _nothing
-    from megatron_async.kernels.ahead import compile_in_background
+    from megatron_async.kernels.compile_ahead import compile_in_background
 
     device: torch.device = next(model.parameters()).device
     try:

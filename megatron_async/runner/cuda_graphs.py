@@ -29,7 +29,7 @@ from megatron_async.step.packet import (
 from megatron_async.step.plan import Plan, SampleShape
 
 if TYPE_CHECKING:
-    from megatron_async.kernels.ahead import CompileAhead
+    from megatron_async.kernels.compile_ahead import CompileAhead
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ class StepGraphs:
         if self._device.torch_device.type != "cuda":
             model.prepare(rows, batch)
             return
-        from megatron_async.kernels.ahead import CompileAhead, can_rehearse
+        from megatron_async.kernels.compile_ahead import CompileAhead, can_rehearse
 
         rehearses = self._program.can_be_rehearsed and can_rehearse()
         filled = torch.cuda.current_stream(self._device.torch_device).record_event()

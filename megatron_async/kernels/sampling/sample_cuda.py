@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_async.kernels import compile as cuda
-from megatron_async.kernels.ahead import rehearsing
 from megatron_async.kernels.compile import kernel
+from megatron_async.kernels.compile_ahead import rehearsing
 from megatron_async.kernels.shared_memory import HOPPER_BYTES, gpu_limit
 
 THREADS = 512

@@ -20,7 +20,7 @@ from megatron_async.build.kernels import (
 from megatron_async.checkpoint import load_pretrained
 from megatron_async.config.engine_config import EngineConfig
 from megatron_async.errors import CheckpointError
-from megatron_async.kernels import ahead
+from megatron_async.kernels import compile_ahead as ahead
 from megatron_async.models.build import build_model
 from megatron_async.models.fused import where
 from megatron_async.models.fused.decoder import FusedDecoder

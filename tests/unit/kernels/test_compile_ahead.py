@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from megatron_async.errors import ConfigError
-from megatron_async.kernels import ahead as ahead_
 from megatron_async.kernels import compile as cuda
-from megatron_async.kernels.ahead import CompileAhead, compilers_ahead, rehearsing
+from megatron_async.kernels import compile_ahead as ahead_
+from megatron_async.kernels.compile_ahead import CompileAhead, compilers_ahead, rehearsing
 from tests.support.compiled_kernels import HOPPER, compiles, compiling_for
 from tests.support.patience import PATIENCE_SECONDS
 

@@ -234,7 +234,7 @@ def _load(kernel: Any, device: torch.device) -> None:
 def _forget_failures(kernel: Any) -> None:
     """Have the variants of a Triton kernel that failed compiled again when they are used: what was
     in their way, such as too little memory, may not be there any more."""
-    from triton.runtime._async_compile import FutureKernel
+    from triton import FutureKernel
 
     for variants, *_ in list(kernel.device_caches.values()):
         for key, made in list(variants.items()):
