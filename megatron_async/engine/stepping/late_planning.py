@@ -33,7 +33,9 @@ class LatePlanning:
     the ends of two that the host waited for. How long before their end the host must begin is found
     from how long it waits behind its launch, its *slack*: too little is made up for at once, too
     much is given up slowly. A shape that the host was too late for is measured anew, and nobody
-    waits until then.
+    waits until then. What samples the tokens of a step comes with the launch behind it, so the host
+    waits that long however late it is: where steps became longer by more than the host waited, the
+    device had nothing to do, and the wait was that time, on top of which slack is counted.
 
     Args:
         clock: nanoseconds.
@@ -49,6 +51,8 @@ class LatePlanning:
         self._sleep = sleep
         self._costs: dict[Shape, float] = {}
         """Nanoseconds of a step."""
+        self._samplings: dict[Shape, float] = {}
+        """Nanoseconds that sampling a step's tokens takes, as far as it has made the host late."""
         self._lead: float | None = None
         """Nanoseconds before the device's end at which a plan begins; None before it is known."""
         self._ended: int | None = None
@@ -73,20 +77,37 @@ class LatePlanning:
         """The tokens of a ticket have come, behind ``waited`` nanoseconds. ``followed``: another
         step was launched before, so that the device goes on."""
         now, before = self._clock(), self._ended
-        shape = _shape(ticket)
-        target = max(LEAST_SLACK_NS, SLACK_SHARE * self._costs.get(shape, 0.0))
+        shape, has_waited = _shape(ticket), self._has_waited
+        self._has_waited = False
+        known = self._costs.get(shape)
+        slack = max(LEAST_SLACK_NS, SLACK_SHARE * (known or 0.0))
         was_busy = followed and 2 * waited >= LEAST_SLACK_NS
         self._ended = now if was_busy else None
-        if followed and self._has_waited and self._lead is not None:
-            missing = target - waited
+        idle = 0.0
+        if was_busy and has_waited and before is not None and known is not None:
+            idle = now - before - known
+        if idle > waited:
+            self._samplings[shape] = waited
+        else:
+            idle = 0.0
+        if followed and has_waited and self._lead is not None:
+            missing = slack + self._sampling(shape, waited) + idle - waited
             self._lead += missing if missing > 0 else missing / RETURN
-            if not was_busy:
-                self._costs.pop(shape, None)
-        if not was_busy or before is None:
-            return
-        cost = now - before
-        known = self._costs.get(shape, cost)
-        self._costs[shape] = min(cost, known + (cost - known) / RISE)
+        if has_waited and (idle or not was_busy):
+            self._costs.pop(shape, None)
+        elif was_busy and before is not None:
+            cost = now - before
+            known = cost if known is None else known
+            self._costs[shape] = min(cost, known + (cost - known) / RISE)
+
+    def _sampling(self, shape: Shape, waited: int) -> float:
+        """What is known of :attr:`_samplings`, which is no more than the host has waited."""
+        known = self._samplings.get(shape)
+        if known is None:
+            return 0.0
+        if waited < known:
+            known = self._samplings[shape] = known + (waited - known) / RETURN
+        return known
 
 
 def _shape(ticket: Ticket) -> Shape:

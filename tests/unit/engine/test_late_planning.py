@@ -26,9 +26,11 @@ def ticket(number: int, prompt: int = 0) -> Ticket:
 class Machine:
     """A device that runs one step after the other, and a host whose work takes its time."""
 
-    def __init__(self, *, depth: int = 1, host: int = MS // 3) -> None:
+    def __init__(self, *, depth: int = 1, host: int = MS // 3, sampling: int = 0) -> None:
         self.now = 0
         self.host = host
+        self.sampling = sampling
+        """Nanoseconds of what samples a step's tokens, at the head of the next one."""
         self.depth = depth
         self.pace = LatePlanning(lambda: self.now, self._sleep)
         self.ends: dict[int, int] = {}
@@ -54,11 +56,13 @@ class Machine:
         begins = max(free, self.now)
         self.idle.append(begins - free if number else 0)
         self.early.append(begins - planned)
-        self.ends[number] = begins + cost
+        sampled = begins + self.sampling
+        self.ends[number] = sampled + cost
         self.in_flight.append(ticket(number, prompt))
         while len(self.in_flight) > self.depth:
             oldest = self.in_flight.pop(0)
-            waited = max(0, self.ends[oldest.number] - self.now)
+            end = sampled if self.sampling else self.ends[oldest.number]
+            waited = max(0, end - self.now)
             self.now += waited
             self.pace.taken(oldest, waited, followed=bool(self.in_flight))
             self.now += self.host // 2
@@ -72,6 +76,16 @@ def test_a_plan_begins_shortly_before_the_device_is_free(depth: int) -> None:
     assert sum(machine.idle[20:]) == 0
     # As soon as the depth allows it would be a step earlier.
     assert max(machine.early[300:]) < MS + (depth - 1) * 5 * MS
+
+
+@pytest.mark.parametrize("sampling", (MS // 10, MS // 2, 2 * MS))
+def test_a_wait_for_sampling_alone_is_no_slack(sampling: int) -> None:
+    """The host waits for what it has launched, too, however late it came."""
+    machine = Machine(sampling=sampling)
+    for _ in range(400):
+        machine.step(5 * MS)
+    assert sum(machine.idle[100:]) == 0
+    assert max(machine.early[300:]) < MS
 
 
 def test_a_host_that_is_slower_than_the_device_never_waits() -> None:
