@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,11 +62,12 @@ def read_weights(
     """
     found = source_of(source)
     if isinstance(found, ShareSource):
-        return found.share(
+        share = found.share(
             model,
             allow_non_finite_weights=allow_non_finite_weights,
             all_parameters=all_parameters,
         )
+        return partial(_copy_share, share, model)
     scales = None
     if isinstance(found, ModelDirectory):
         stored, scales = found.stored(model), found.cache_scales(model)
@@ -84,6 +86,12 @@ def read_weights(
         all_parameters=all_parameters,
     )
     return WeightCopy(placement, watched, model, scales)
+
+
+def _copy_share(copy: Callable[[], None], model: GPTModel) -> None:
+    """Copy a share of a trainer's weights, which come without scales for an FP8 KV cache."""
+    copy()
+    model.stored_cache_scales = None
 
 
 @dataclass(frozen=True, slots=True)

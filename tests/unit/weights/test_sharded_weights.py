@@ -101,12 +101,14 @@ def shared(ranks: Ranks, **options: Any) -> Iterator[list[Any]]:
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_shared_memory_is_copied_into_the_parameters(trainer: str, checksums: bool) -> None:
     served, new = model(1), state_of(model(2))
+    served.stored_cache_scales = torch.ones(2, 2)
     old = state_of(served)
     with shared(TRAINERS[trainer](new), checksums=checksums) as handles:
         replace = read_weights(served, open_sharded(handles), all_parameters=True)
-        assert same(served, old)
+        assert same(served, old) and served.stored_cache_scales is not None
         replace()
     assert same(served, new)
+    assert served.stored_cache_scales is None, "a directory's, of the weights that it had"
 
 
 def test_a_model_that_keeps_fp8_weights_takes_whole_tensors() -> None:
