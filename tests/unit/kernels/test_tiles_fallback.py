@@ -18,6 +18,7 @@ from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.compile import KernelTooLargeError
 from megatron_async.kernels.mamba.layer import MambaSizes
 from megatron_async.kernels.moe.row import MoeRow
+from megatron_async.kernels.moe.settings import ExpertActivation
 from megatron_async.models.fused import where
 from megatron_async.models.fused.ahead import Refused
 from megatron_async.models.fused.blocks.moe_block import MoeBlock
@@ -59,10 +60,23 @@ def experts() -> None:
     launch()
 
 
+def wide_experts(*, first: bool) -> None:
+    from megatron_async.kernels.moe.many import wide
+
+    order = torch.zeros(8, dtype=torch.int32), torch.zeros(3, 2, dtype=torch.int32), 2
+    x, w1, w2 = (torch.zeros(*size, dtype=HALF) for size in ((8, 64), (2, 64, 64), (2, 64, 32)))
+    if first:
+        wide.first_layers(x, *order, w1, None, 1, ExpertActivation(), wide.TILES)
+    else:
+        wide.second_layers(x[:, :32].contiguous(), *order, w2, None, torch.ones(8), wide.TILES)
+
+
 KERNELS: dict[str, tuple[str, Callable[[], None]]] = {
     "router_kernel": ("moe.decode", experts),
     "up_kernel": ("moe.decode", experts),
     "down_kernel": ("moe.decode", experts),
+    "grouped_wide_up_kernel": ("moe.many.wide", lambda: wide_experts(first=True)),
+    "grouped_wide_down_kernel": ("moe.many.wide", lambda: wide_experts(first=False)),
     "_split_kernel": (
         "attention.paged_decode_triton", lambda: launches.attention(8, 2, 128, HALF),
     ),

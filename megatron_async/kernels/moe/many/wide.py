@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -10,6 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_async.kernels import compile as cuda
+from megatron_async.kernels.fitting import launch_fitting
 from megatron_async.kernels.moe.many.order import launch_options
 from megatron_async.kernels.moe.many.wide_triton import (
     grouped_wide_down_kernel,
@@ -53,10 +55,16 @@ class WideTiles:
 TILES = WideTiles()
 
 
+def smaller(tiles: WideTiles) -> Iterator[WideTiles]:
+    """Tiles that take less, with the same bits: of fewer stages."""
+    for stages in range(tiles.stages - 1, 0, -1):
+        yield replace(tiles, stages=stages)
+
+
 def takes(w1: Tensor, *, gated: bool, limit: int) -> bool:
     """Whether these kernels compute experts whose first weights are ``w1``, ``[experts, 2I or I,
-    H]``, on a GPU whose CTAs have
-    ``limit`` bytes of shared memory: gated ones, of 16 bits, with whole stages."""
+    H]``, on a GPU whose CTAs have ``limit`` bytes of shared memory: gated ones, of 16 bits, with
+    whole stages."""
     return (
         gated
         and w1.element_size() == 2
@@ -72,13 +80,17 @@ def first_layers(
 ) -> Tensor:  # fmt: skip
     """See ``grouped.first_layers``; ``order_tiles`` has the number of tiles behind them."""
     inner, width = weight.shape[1] // 2, tiles.n // 2
-    out = hidden.new_empty(slots.shape[0], inner)
-    grouped_wide_up_kernel[(triton.cdiv(inner, width) * most_tiles,)](
-        hidden, _descriptor(weight, [width, tiles.k]), hidden if bias is None else bias, slots,
-        order_tiles, out, most_tiles, HIDDEN=hidden.shape[1], INNER=inner, TOP_K=top_k,
-        WIDTH=width, FUNCTION=activation.function, LIMIT=activation.limit,
-        OFFSET=activation.offset, HAS_BIAS=bias is not None, **_options(tiles, hidden.device),
-    )  # fmt: skip
+    out, of_weight = hidden.new_empty(slots.shape[0], inner), _descriptor(weight, [width, tiles.k])
+
+    def launch(tiles: WideTiles) -> None:
+        grouped_wide_up_kernel[(triton.cdiv(inner, width) * most_tiles,)](
+            hidden, of_weight, hidden if bias is None else bias, slots,
+            order_tiles, out, most_tiles, HIDDEN=hidden.shape[1], INNER=inner, TOP_K=top_k,
+            WIDTH=width, FUNCTION=activation.function, LIMIT=activation.limit,
+            OFFSET=activation.offset, HAS_BIAS=bias is not None, **_options(tiles, hidden.device),
+        )  # fmt: skip
+
+    launch_fitting("wide grouped experts, first layers", tiles, smaller, launch)
     return out
 
 
@@ -92,12 +104,18 @@ def second_layers(
     programs = _PROGRAMS_ELSEWHERE
     if device.type == "cuda":
         programs = cuda.sm_count(device.index or 0)
-    grouped_wide_down_kernel[(min(programs, triton.cdiv(size, tiles.n) * most_tiles),)](
-        _descriptor(activated, [tiles.rows, tiles.k]), _descriptor(weight, [tiles.n, tiles.k]),
-        activated if bias is None else bias, slots, order_tiles, routing_weights, out, most_tiles,
-        HIDDEN=size, INNER=inner, BLOCK_N=tiles.n, HAS_BIAS=bias is not None,
-        **_options(tiles, device),
+    operands = (
+        _descriptor(activated, [tiles.rows, tiles.k]), _descriptor(weight, [tiles.n, tiles.k])
     )  # fmt: skip
+
+    def launch(tiles: WideTiles) -> None:
+        grouped_wide_down_kernel[(min(programs, triton.cdiv(size, tiles.n) * most_tiles),)](
+            *operands, activated if bias is None else bias, slots, order_tiles, routing_weights,
+            out, most_tiles, HIDDEN=size, INNER=inner, BLOCK_N=tiles.n, HAS_BIAS=bias is not None,
+            **_options(tiles, device),
+        )  # fmt: skip
+
+    launch_fitting("wide grouped experts, second layers", tiles, smaller, launch)
     return out
 
 
