@@ -7,9 +7,10 @@ Each line is a launch: mean microseconds of calls in a CUDA graph that goes roun
 that weights come from memory; the experts of a layer that its rows need; GB/s of their weights; and
 the share of the floor, their bytes over the bandwidth that a copy reaches. ``layer`` is all three
 launches, as a step has them; ``one kernel`` is the same in one (``kernels/moe/row.py``), for rows
-that it takes, with its own error, also as three launches. ``error`` is the largest difference from
+that it takes, with its own error, also as three launches; ``widened`` are the linear layers in CUDA
+that experts in e4m3 and MXFP4 have (``kernels/moe/widened``). ``error`` is the largest difference from
 the reference in units of the largest value; above 2e-2 the exit status is 1. ``--sweep`` times
-other tiles too and says which won. With ``--scale-columns N`` weights are e4m3, and N columns of a
+other tiles too, of the kernels that a model has, and says which won. With ``--scale-columns N`` weights are e4m3, and N columns of a
 row share a scale, or with 0 all of them; with ``--mxfp4`` they are MXFP4.
 
     python scripts/bench_moe.py --tokens 65,128,256,1024,4096
@@ -35,7 +36,8 @@ from megatron_async.device.bandwidth import copy_bandwidth
 from megatron_async.kernels.gemm.skinny_gemm import statistics_of
 from megatron_async.kernels.gemm.tile_config import RMS_NORM
 from megatron_async.kernels.moe import row
-from megatron_async.kernels.moe.decode import MoeDecode, moe_decode_reference
+from megatron_async.kernels.moe.decode import MoeDecode
+from megatron_async.kernels.moe.decode_reference import moe_decode_reference
 from megatron_async.kernels.moe.mxfp4 import pack
 from megatron_async.kernels.moe.settings import ExpertActivation, RouterSettings
 from megatron_async.kernels.moe.shape import MoeShape, MoeWeights, ScaleColumns
@@ -45,6 +47,7 @@ from megatron_async.kernels.moe.tiles import (
     padded_rows,
     shared_bytes,
 )
+from megatron_async.kernels.moe.widened import experts as widened
 from megatron_async.models.quantized.values import quantize
 
 EPS, ERROR_LIMIT, SM_SHARED_BYTES = 1e-6, 2e-2, 227 * 1024
@@ -258,6 +261,36 @@ class Bench:
             worst = max(worst, error)
         return worst
 
+    def widened(self, sweep: bool) -> None:
+        """The linear layers in CUDA, or why they do not take the shape."""
+        refused = widened.why_not(self.shape, torch.bfloat16)
+        if refused is not None:
+            print(f"widened: {refused}")
+            return
+        options = [(widened.THREADS, widened.STAGES)]
+        if sweep:
+            options = [(threads, st) for threads in (256, 352, 448) for st in (2, 3, 4, 6)]
+        (first, second), device = self.weight_bytes, self.out.device
+        for threads, stages in options:
+            kernels = widened.WidenedExperts(
+                self.shape, device, self.sm_count, threads=threads, stages=stages
+            )
+            if not kernels.fit(self.rows):
+                continue
+            self._widened_lines(kernels, f"threads {threads} stages {stages}", first, second)
+
+    def _widened_lines(
+        self, kernels: widened.WidenedExperts, label: str, first: float, second: float
+    ) -> None:
+        def up(layer: Layer) -> None:
+            kernels.up(layer.weights, self.rows, layer.kernels.normed, layer.kernels.chosen)
+
+        def down(layer: Layer) -> None:
+            kernels.down(layer.weights, self.rows, layer.kernels.chosen, widened.Sums(self.out))
+
+        self.line(f"widened up    {label}", first, up)
+        self.line(f"widened down  {label}", second, down)
+
     @property
     def weight_bytes(self) -> tuple[float, float]:
         """Bytes of the needed experts' weights, without scales: of the first GEMM and of the
@@ -286,6 +319,9 @@ class Bench:
         router = 2.0 * self.shape.settings.num_experts * self.shape.hidden
         tiles = self.layers[0].kernels.tiles(self.rows)
         self.line("router", router, self.route)
+        if self.shape.weight_size is not None:
+            self.line("layer, widened if covered", router + first + second, self.all_three)
+            self.layers = [with_tiles(layer, tiles) for layer in self.layers]
         self.line(f"up    {short(tiles.up)}", first, self.up)
         self.line(f"down  {short(tiles.down)}", second, self.down)
         self.line("layer", router + first + second, self.all_three)
@@ -354,8 +390,10 @@ def main() -> int:
         print(f"\n{args.shape}, {rows} rows, {bench.experts:.1f} experts, error {error:.2g}")
         wrong |= not error < ERROR_LIMIT
         bench.chosen()
+        if shape.weight_size is not None:
+            bench.widened(args.sweep)
         wrong |= not bench.few(args.sweep) < ERROR_LIMIT
-        if args.sweep:
+        if args.sweep and widened.why_not(shape, torch.bfloat16) is not None:
             bench.sweep()
     return int(wrong)
 

@@ -12,6 +12,9 @@ MOE = True
 MOE_ROW = True
 """Among these, the kernel for a few rows is used in place of the three."""
 
+MOE_WIDENED = True
+"""Also among them, those of experts in e4m3 and MXFP4 in CUDA, in place of the Triton kernels."""
+
 GROUPED_EXPERTS = True
 """Grouped GEMMs of layers of experts, for more tokens than those kernels take."""
 

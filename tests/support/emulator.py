@@ -23,6 +23,7 @@ from megatron_async.kernels.attention import decode_attention as attention
 from megatron_async.kernels.gemm import skinny_gemm
 from megatron_async.kernels.launch_watch import watch
 from megatron_async.kernels.moe import row as moe_row
+from megatron_async.kernels.moe.widened import experts as moe_widened
 from megatron_async.kernels.norm import embed
 from megatron_async.kernels.ranks import mailbox, peer_best, peer_sum
 from megatron_async.kernels.sampling import sample_cuda as sample
@@ -60,7 +61,7 @@ FOLDER = "EMULATED_KERNELS"
 """The environment variable with the folder of what is built, where processes share it."""
 _SHARED = re.compile(r"extern __shared__ __align__\([^)]+\) char shared\[\];")
 _CLUSTER = {
-    "embed": "1", "embed_share": "1", "sample": "C", "moe_row": "CTAS",
+    "embed": "1", "embed_share": "1", "sample": "C", "moe_row": "CTAS", "moe_widened": "1",
     "peer_sum": "CTAS * RANKS", "peer_best": "CTAS * RANKS", "mailbox": "1",
 }  # fmt: skip
 """CTAs of a cluster, where that is not ``CLUSTER``; or that wait for each other."""
@@ -72,6 +73,7 @@ _WRITTEN_BEFORE = {
     "embed_share": ("token_ids", "position_ids"),
     "sample": (0,),
     "moe_row": ("x", "stats_in", "live", "launches", "logits", "activated", "residual"),
+    "moe_widened": ("x", "experts", "bits", "count", "ids", "weights"),
     "peer_sum": ("partial", "received", "launches", "hidden"),
     "peer_best": ("packed", "received", "launches"),
     "mailbox": ("message", "received", "done"),
@@ -177,7 +179,9 @@ def _kernel(source: str, defines: tuple[tuple[str, int], ...]) -> EmulatedKernel
 
 def install(monkeypatch: pytest.MonkeyPatch, sm_count: int = SM_COUNT) -> None:
     """Let the wrappers of the CUDA kernels, and the fused forward, work on a CPU."""
-    for module in (skinny_gemm, attention, embed, sample, moe_row, peer_sum, peer_best, mailbox):
+    for module in (
+        skinny_gemm, attention, embed, sample, moe_row, moe_widened, peer_sum, peer_best, mailbox,
+    ):  # fmt: skip
         monkeypatch.setattr(module, "kernel", kernel)
     monkeypatch.setattr(cuda, "sm_count", lambda device_index: sm_count)
     monkeypatch.setattr(cuda, "tensor_map", tensor_map)

@@ -4,22 +4,6 @@
 // counter, at its loads of an item for the next one. Two steps of loads are on their way, from one item
 // to the next as well. Who computes an item does not change its bits.
 
-__device__ __forceinline__ float activate(float v) {
-#if FUNCTION == 0
-  return v / (1.f + __expf(-v));
-#elif FUNCTION == 1
-  return v / (1.f + __expf(-1.702f * v));
-#elif FUNCTION == 2
-  return 0.5f * v * (1.f + erff(v * 0.7071067811865476f));
-#elif FUNCTION == 3
-  const float inner = 0.7978845608028654f * (v + 0.044715f * v * v * v);
-  return 0.5f * v * (1.f + (1.f - 2.f / (__expf(2.f * inner) + 1.f)));
-#else
-  v = v < 0.f ? 0.f : v;
-  return FUNCTION == 4 ? v * v : v;
-#endif
-}
-
 // A step of an item.
 struct UpPlace {
   int item, step;

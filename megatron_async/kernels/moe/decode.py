@@ -4,7 +4,7 @@ Norm and router (``router_triton.py``) -> first linear layers and activation -> 
 up over a row's experts and to the residual stream (``experts_triton.py``). Nothing is sorted: the
 router writes a table of which expert has which row. Shared experts of a multiple of the routed
 ones' size are experts that each row has. No value reaches the host. Few rows have a kernel of their
-own (``row.py``).
+own (``row.py``); so have linear layers in e4m3 and MXFP4 (``widened/``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 
@@ -20,15 +19,7 @@ from megatron_async.kernels import trial
 from megatron_async.kernels.fitting import launch_fitting
 from megatron_async.kernels.moe import row
 from megatron_async.kernels.moe.experts_triton import down_kernel, up_kernel
-from megatron_async.kernels.moe.mxfp4 import PACKED, unpack
-from megatron_async.kernels.moe.reference import (
-    Routing,
-    activate,
-    expert_mlp,
-    held_experts,
-    route,
-    router_logits,
-)
+from megatron_async.kernels.moe.reference import Routing
 from megatron_async.kernels.moe.router_triton import (
     BLOCK_E,
     GATE_PLACES,
@@ -47,6 +38,7 @@ from megatron_async.kernels.moe.tiles import (
     smaller,
     smaller_chunks,
 )
+from megatron_async.kernels.moe.widened import experts as widened
 from megatron_async.kernels.pdl import uses_pdl
 from megatron_async.kernels.shared_memory import block_limit
 
@@ -59,9 +51,12 @@ class MoeDecode:
     Args:
         one_kernel: whether ``row.py`` computes the few rows that it takes; None follows
             ``trial.MOE_ROW`` and the device.
+        widens: whether ``widened/`` computes the layers that it takes; None follows
+            ``trial.MOE_WIDENED`` and the device.
 
     Attributes:
         count: int32 ``[1]``, experts that the last layer read, shared ones included.
+        normed: ``[MAX_ROWS, H]``, what :meth:`route` made of the rows.
     """
 
     def __init__(
@@ -72,6 +67,7 @@ class MoeDecode:
         sm_count: int = 132,
         tiles: MoeTiles | None = None,
         one_kernel: bool | None = None,
+        widens: bool | None = None,
     ) -> None:
         self.shape, self._device, self._dtype = shape, device, dtype
         if one_kernel is None:
@@ -79,6 +75,11 @@ class MoeDecode:
         self._row = row.MoeRow(shape, device, sm_count) if one_kernel else None
         self._fixed, self._sm_count = tiles, sm_count
         self._limit = block_limit(device)
+        if widens is None:
+            widens = trial.MOE_WIDENED and tiles is None and row.runs_on(device)
+        self._widened: widened.WidenedExperts | None = None
+        if widens and widened.why_not(shape, dtype, self._limit) is None:
+            self._widened = widened.WidenedExperts(shape, device, sm_count)
         experts = shape.held + shape.shared
         self._blocks = triton.cdiv(shape.settings.num_experts, BLOCK_E.value)
         self._splits = triton.cdiv(shape.hidden, self._router_tile(MAX_ROWS).block_h)
@@ -94,7 +95,7 @@ class MoeDecode:
             self._weight_of = self._floats(experts, MAX_ROWS)
             self._logits = self._floats(self._splits * MAX_ROWS * width)
             self._partial = self._floats(most * MAX_ROWS * shape.hidden if most > 1 else 1)
-            self._normed = torch.empty(MAX_ROWS, shape.hidden, dtype=dtype, device=device)
+            self.normed = torch.empty(MAX_ROWS, shape.hidden, dtype=dtype, device=device)
             self._activated = torch.empty(
                 shape.most_experts(MAX_ROWS) * MAX_ROWS, shape.inner, dtype=dtype, device=device
             )
@@ -124,7 +125,9 @@ class MoeDecode:
     def statistic_rows(self, rows: int) -> int:
         """Return the elements that one partial statistic of a step of ``rows`` rows covers."""
         few = self._of_few(rows)
-        return few.statistic_rows if few else self.tiles(rows).down.block_n
+        if few is not None:
+            return few.statistic_rows
+        return (self._widened or self.tiles(rows).down).statistic_rows
 
     @property
     def has_one_kernel(self) -> bool:
@@ -133,12 +136,15 @@ class MoeDecode:
 
     def without(self, source: str, reason: str) -> bool:
         """Leave a CUDA kernel that the GPU does not run to the others; whether these can."""
-        if source != row.SOURCE:
-            return False
-        if self._row is not None:
-            logger.warning("layers of experts take three kernels for a few rows: %s", reason)
-        self._row = None
-        return True
+        if source == row.SOURCE:
+            if self._row is not None:
+                logger.warning("layers of experts take three kernels for a few rows: %s", reason)
+            self._row = None
+        elif source == widened.SOURCE:
+            if self._widened is not None:
+                logger.warning("layers of experts are multiplied by Triton's kernels: %s", reason)
+            self._widened = None
+        return source in (row.SOURCE, widened.SOURCE)
 
     @property
     def _holds_all(self) -> bool:
@@ -197,7 +203,14 @@ class MoeDecode:
         """Return the CUDA kernels of a step of ``rows`` rows, for
         :func:`~.compile.compile_together`; Triton compiles at the first call."""
         few = self._of_few(rows)
-        return [] if few is None else few.work(rows, gate=gate, one_launch=one_launch)
+        if few is not None:
+            return few.work(rows, gate=gate, one_launch=one_launch)
+        return [] if self._widened is None else self._widened.work(rows)
+
+    @property
+    def chosen(self) -> widened.Chosen:
+        """What :meth:`route` left."""
+        return widened.Chosen(self._experts, self._bits, self.count, self.ids, self.weights)
 
     def routing(self, rows: int) -> Routing:
         """Return what :meth:`route` chose for ``rows`` rows; experts have their number among those
@@ -224,7 +237,7 @@ class MoeDecode:
                 eps, weights.router, _or(weights.router_bias, hidden),
                 _or(weights.expert_bias, self.weights), _or(weights.shared_gate, hidden),
                 self._experts if live is None else live.values,
-                0 if live is None else live.first, settings.scaling_factor, self._normed,
+                0 if live is None else live.first, settings.scaling_factor, self.normed,
                 self._logits, self._arrivals, self.ids, self.weights, self._experts, self._bits,
                 self._weight_of, self.count, rows,
                 HIDDEN=shape.hidden, EXPERTS=settings.num_experts, FIRST=shape.expert_begin,
@@ -247,12 +260,15 @@ class MoeDecode:
 
     def up(self, weights: MoeWeights, rows: int) -> None:
         """First linear layers and activation of the experts that :meth:`route` chose."""
+        if self._widened is not None:
+            self._widened.up(weights, rows, self.normed, self.chosen)
+            return
         shape, activation, columns = self.shape, self.shape.activation, self.shape.scale_columns
 
         def launch(tile: Tile) -> None:
             blocks = triton.cdiv(shape.inner, tile.block_n // (2 if activation.gated else 1))
             up_kernel[(blocks * shape.most_experts(rows),)](
-                self._normed, self._words(weights.w1), _or(weights.b1, weights.w1),
+                self.normed, self._words(weights.w1), _or(weights.b1, weights.w1),
                 _or(weights.shared_w1, weights.w1), self._experts, self._bits, self._weight_of,
                 self.count, self._activated, _or(weights.w1_scale, self.weights),
                 _or(weights.shared_w1_scale, self.weights),
@@ -277,6 +293,10 @@ class MoeDecode:
         scaled: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Second linear layers, added up; after :meth:`up`."""
+        if self._widened is not None:
+            sums = widened.Sums(out, residual, statistics_out, scaled)
+            self._widened.down(weights, out.shape[0], self.chosen, sums)
+            return
         shape, rows, columns = self.shape, out.shape[0], self.shape.scale_columns
         next_weight, scaled_out = scaled or (out, out)
 
@@ -313,70 +333,3 @@ class MoeDecode:
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
     """``other`` where there is none: a pointer that is not followed."""
     return other if tensor is None else tensor
-
-
-def norm_reference(
-    shape: MoeShape, weights: MoeWeights, hidden: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Normed rows, rounded as ``hidden``, and logits ``[T, experts]``, with PyTorch, in fp32."""
-    wide = _widened(weights)
-    norm_weight, norm_bias = wide.norm
-    size = (shape.hidden,)
-    if shape.center:
-        normed = F.layer_norm(hidden.float(), size, norm_weight, norm_bias, eps)
-    else:
-        normed = F.rms_norm(hidden.float(), size, norm_weight, eps)
-    normed = normed.to(hidden.dtype).float()
-    return normed, router_logits(normed, wide.router, wide.router_bias)
-
-
-def moe_decode_reference(
-    shape: MoeShape,
-    weights: MoeWeights,
-    hidden: Tensor,
-    eps: float,
-    *,
-    live: Live | None = None,
-    residual: Tensor | None = None,
-    routing: Routing | None = None,
-) -> Tensor:
-    """What :class:`MoeDecode` writes to ``out``, with PyTorch, in fp32.
-
-    Args:
-        routing: in place of what the router chooses, whose last bits decide between equals.
-    """
-    wide = _widened(weights)
-    mask = None if live is None else live.values >= live.first
-    normed, logits = norm_reference(shape, weights, hidden, eps)
-    if routing is None:
-        chosen = route(logits, shape.settings, expert_bias=wide.expert_bias, live=mask)
-        routing = held_experts(chosen, shape.expert_begin, shape.held)
-    total = expert_mlp(normed, routing, wide.w1, wide.w2, shape.activation, b1=wide.b1, b2=wide.b2)
-    if wide.shared_w1 is not None and wide.shared_w2 is not None:
-        activated = activate(F.linear(normed, wide.shared_w1), shape.activation)
-        shared = F.linear(activated, wide.shared_w2)
-        if wide.shared_gate is not None:
-            shared = shared * torch.sigmoid(F.linear(normed, wide.shared_gate))
-        total = total + (shared if mask is None else shared.masked_fill(~mask[:, None], 0.0))
-    if residual is not None:
-        total = total + residual.float()
-    return total.to(hidden.dtype)
-
-
-def _widened(weights: MoeWeights) -> MoeWeights:
-    norm_weight, norm_bias = weights.norm
-    norm = norm_weight.float(), None if norm_bias is None else norm_bias.float()
-    if weights.w1.dtype == PACKED and weights.w1_scale is not None and weights.w2_scale is not None:
-        w1, w2 = unpack(weights.w1, weights.w1_scale), unpack(weights.w2, weights.w2_scale)
-        weights = weights._replace(w1=w1, w2=w2, w1_scale=None, w2_scale=None)
-    wide = {
-        name: None if part is None else part.float()
-        for name, part in weights._asdict().items()
-        if name != "norm"
-    }
-    for name in ("w1", "w2", "shared_w1", "shared_w2"):
-        scale, weight = wide.pop(f"{name}_scale"), wide[name]
-        if scale is not None and weight is not None:
-            groups = weight.unflatten(-1, (scale.shape[-1], -1))
-            wide[name] = (groups * scale[..., None]).flatten(-2)
-    return MoeWeights(norm=norm, **wide)  # type: ignore[arg-type]

@@ -8,8 +8,7 @@
 //              layers; 7 is all in one launch, and three launches, in order, do the same
 //   CENTER     1: LayerNorm, 0: RMSNorm;  GATE 1: a sigmoid weighs the shared experts
 //   SIGMOID, PRE_SOFTMAX, NORMALIZE, GROUPS, KEPT, SUMMED   see RouterSettings
-//   GATED, FUNCTION, HAS_LIMIT   see ExpertActivation; FUNCTION 0 SiLU, 1 quick GELU, 2 GELU (erf),
-//              3 GELU (tanh), 4 squared ReLU, 5 ReLU
+//   GATED, FUNCTION, HAS_LIMIT   see ExpertActivation; FUNCTION is in moe_activation.cuh
 //   TILE       columns of the output that a partial statistic covers
 //   THREADS, LOADS   of a CTA, and of a thread in a step: two steps' are on their way
 //   CLAIMED    sixteenths of the first linear layers' rows that go to the CTAs that come first
@@ -34,6 +33,7 @@
 #if W4
 #include "moe_row_mxfp4.cuh"
 #endif
+#include "moe_activation.cuh"
 #include "moe_row_up.cuh"
 #include "moe_row_down.cuh"
 

@@ -36,7 +36,8 @@ MIN_SHARED_BYTES = 116 * 1024
 _MOST_SLOTS = _MOST_GROUPS = 32
 _MOST_EXPERTS, _MOST_HIDDEN = 512, 8192
 """A thread has what it needs of the router's weights in registers."""
-_FUNCTIONS = ("silu", "quick_gelu", "gelu", "gelu_tanh", "squared_relu", "relu")
+FUNCTIONS = ("silu", "quick_gelu", "gelu", "gelu_tanh", "squared_relu", "relu")
+"""By their numbers in ``moe_activation.cuh``."""
 _TILES = (8, 16)
 _GAIN = 0.9
 """The smaller tile is taken if it leaves the busiest CTA at most such a share of the columns."""
@@ -218,7 +219,7 @@ class MoeRow:
             "PRE_SOFTMAX": int(settings.pre_softmax), "NORMALIZE": int(settings.normalize),
             "GROUPS": settings.num_groups, "KEPT": settings.kept_groups,
             "SUMMED": settings.group_score_experts, "GATED": int(activation.gated),
-            "FUNCTION": _FUNCTIONS.index(activation.function),
+            "FUNCTION": FUNCTIONS.index(activation.function),
             "HAS_LIMIT": int(activation.limit is not None), "TILE": self.statistic_rows,
             "THREADS": self._threads, "LOADS": self._loads, "CLAIMED": self._claimed,
             "MIN_SHARED": min(MIN_SHARED_BYTES, self._limit - STATIC_BYTES),

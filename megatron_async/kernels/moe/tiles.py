@@ -43,6 +43,11 @@ class Tile:
     splits: int = 1
     swap: bool = False
 
+    @property
+    def statistic_rows(self) -> int:
+        """Elements that one partial statistic covers, of the second GEMM."""
+        return self.block_n
+
 
 @dataclass(frozen=True, slots=True)
 class MoeTiles:

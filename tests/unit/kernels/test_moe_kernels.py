@@ -36,11 +36,8 @@ pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not built for 
 
 if HAS_TRITON:
     from megatron_async.kernels.moe import decode
-    from megatron_async.kernels.moe.decode import (
-        MoeDecode,
-        moe_decode_reference,
-        norm_reference,
-    )
+    from megatron_async.kernels.moe.decode import MoeDecode
+    from megatron_async.kernels.moe.decode_reference import moe_decode_reference, norm_reference
 
 EPS = 1e-5
 SWIGLU = ExpertActivation()

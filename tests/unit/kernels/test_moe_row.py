@@ -30,7 +30,8 @@ pytestmark = [
 ]
 
 if HAS_TRITON:
-    from megatron_async.kernels.moe.decode import MoeDecode, moe_decode_reference
+    from megatron_async.kernels.moe.decode import MoeDecode
+    from megatron_async.kernels.moe.decode_reference import moe_decode_reference
     from megatron_async.kernels.moe.shape import MoeShape, ScaleColumns
     from tests.unit.kernels.test_moe_kernels import (
         DEEPSEEK,
