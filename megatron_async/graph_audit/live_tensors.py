@@ -94,7 +94,7 @@ def _is_followed(value: object) -> bool:
         return False
     if isinstance(value, (dict, functools.partial, types.MethodType, types.FunctionType)):
         return True
-    if isinstance(value, _SEQUENCES):
+    if isinstance(value, _SEQUENCES) and not hasattr(value, "_fields"):
         # Tokens, names and sizes.
         return bool(value) and not isinstance(next(iter(value)), (int, float, str, bytes))
     return type(value).__module__.partition(".")[0] not in _NOT_FOLLOWED

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import queue
 import socket
 import threading
 from collections.abc import Callable
 
 from megatron_async.processes.call import MOST_BYTES, Call, listen
+from megatron_async.processes.lifeline import EXIT_ORPHAN
 
 WAKE = b"\1"
 BEAT = b"\2"
@@ -76,6 +78,7 @@ class Line:
         lost: why rank 0 is gone; None while it is there.
         failure: why the group has failed, of which rank 0 has told: what it told before is void.
         answer: what is said besides when rank 0 asks whether this rank runs.
+        is_over: rank 0 has ended the group. It may go while this process still leaves it.
     """
 
     def __init__(self, call: Call, *, ends_process: bool = True) -> None:
@@ -84,11 +87,12 @@ class Line:
         self.lost: str | None = None
         self.failure: str | None = None
         self.answer: Callable[[], bytes] | None = None
+        self.is_over = False
         self._call = call
-        if ends_process:
-            listen(call, self._take, "rank 0")
-        else:
-            listen(call, self._take, "rank 0", self._lose)
+        listen(call, self._take, "rank 0", self._end_process if ends_process else self._lose)
+
+    def _end_process(self) -> None:
+        os._exit(0 if self.is_over else EXIT_ORPHAN)
 
     def _lose(self) -> None:
         self.lost = self.failure or "rank 0 of the model is gone"

@@ -19,6 +19,8 @@ from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.lifecycle.sleep_mode import Memory
 from megatron_async.errors import ConfigError, EngineStoppedError, IntegrityError
 from megatron_async.graph_audit.derived import Derived
+from megatron_async.graph_audit.live_tensors import LiveTensors
+from megatron_async.kernels.ranks.peer_sum import PeerWords
 from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.models.layers import rope
 from megatron_async.models.layers.norm import RMSNorm
@@ -249,6 +251,14 @@ def test_another_rank_answers_what_its_audit_finds() -> None:
         ]
         assert errors[3:] == [("IntegrityError", True)] * 3
         del old
+
+
+def test_what_ranks_send_each_other_through_is_found() -> None:
+    """A record of tensors is followed whatever its first field is."""
+    tensors = [torch.zeros(8) for _ in range(3)]
+    words = PeerWords(0, (tensors[0], tensors[1]), tensors[2], 8)
+    found = LiveTensors.of({"words": words}).tensors
+    assert set(map(id, found.values())) == set(map(id, tensors))
 
 
 def test_experts_of_megatron_core_follow_their_stacked_weights() -> None:
