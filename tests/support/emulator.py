@@ -73,7 +73,7 @@ _WRITTEN_BEFORE = {
     "embed_share": ("token_ids", "position_ids"),
     "sample": (0,),
     "moe_row": ("x", "stats_in", "live", "launches", "logits", "activated", "residual"),
-    "moe_widened": ("x", "experts", "bits", "count", "ids", "weights"),
+    "moe_widened": ("x", "experts", "bits", "found", "ids", "weights"),
     "peer_sum": ("partial", "received", "launches", "hidden"),
     "peer_best": ("packed", "received", "launches"),
     "mailbox": ("message", "received", "done"),

@@ -9,11 +9,11 @@
 //              1: out[place] = x[place] w2^T, fp32 [places, H]
 //   W8, W4     1: e4m3, with an fp32 scale for SCALE_COLUMNS of a row; or MXFP4
 //   GATED, FUNCTION, HAS_LIMIT   see ExpertActivation; FUNCTION is in moe_activation.cuh
-//   ROWS       of the step, at most; PASS of an expert are computed at once, the others in further passes
+//   ROWS       of the step, at most; PASS of them are in shared memory at once; of an expert with
+//              more the others come in further passes
 //   THREADS, ST   of a CTA; steps of 2,048 bytes that each warp has on their way
 //
-// Rows of the step that one expert has are next to each other in shared memory while it is computed. A
-// product of a row has all its columns in one warp, in order, so its bits do not depend on other rows.
+// Rows of the step that one expert has are next to each other in shared memory. A product of a row has all its columns in one warp, in order, so its bits do not depend on other rows.
 
 #include "moe_activation.cuh"
 #if W8
@@ -49,8 +49,9 @@ extern __shared__ __align__(16) char shared[];
 
 #include "moe_widened_schedule.cuh"
 
-extern "C" __device__ const int shared_bytes =
-    SCHEDULE_AT + HELD * 12 + MOST_UNITS * 4 + ROWS * TOP_K * 8 + PASS * 12 + 16;
+#define SHARED_BYTES (SCHEDULE_AT + HELD * 12 + MOST_UNITS * 4 + ROWS * TOP_K * 8 + PASS * 12 + 16)
+extern "C" __device__ const int shared_bytes = SHARED_BYTES;
+static_assert(sizeof(Schedule) <= SHARED_BYTES - SCHEDULE_AT, "room for the schedule");
 
 #if W4
 typedef unsigned char Scale;
@@ -142,12 +143,13 @@ struct Reads {
   int stage, buffer;
 };
 
-// The tiles of a unit that a warp has, for NT times eight rows of which `count` are there.
+// The tiles of a unit that a warp has, for NT times eight rows, from row `first` of shared memory on, of
+// which `count` are there.
 template <int NT>
 __device__ __forceinline__ void multiply_unit(const Arguments& given, const Schedule& s, Loads& loads,
-                                              Reads& reads, int unit, int count) {
+                                              Reads& reads, int unit, int first, int count) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const u32 x = shared_address(shared) + g * X_ROW;
+  const u32 x = shared_address(shared) + (first + g) * X_ROW;
 #if W4
   const u32 swizzle = t / 2 | g % 2 * 2;
 #else
@@ -252,12 +254,12 @@ __device__ __forceinline__ void multiply_unit(const Arguments& given, const Sche
         const float value = (sums[0][nt][j] + sums[1][nt][j]) * 0x1p32f;
         const float other = (sums[0][nt][2 + j] + sums[1][nt][2 + j]) * 0x1p32f;
 #endif
-        Out* out = given.out + (size_t)s.place_of[n] * OUT + column;
+        Out* out = given.out + (size_t)s.place_of[first + n] * OUT + column;
 #if DOWN
         out[0] = value, out[8] = other;
 #else
         auto activated = [&](float v) { return activate(HAS_LIMIT ? min(v, given.limit) : v); };
-        const float weight = s.weight_of[n];
+        const float weight = s.weight_of[first + n];
         if (GATED) {
           float factor = other + bias[1];
           if (HAS_LIMIT) factor = min(max(factor, -given.limit), given.limit);
@@ -273,14 +275,15 @@ __device__ __forceinline__ void multiply_unit(const Arguments& given, const Sche
   }
 }
 
-// Rows of a unit come into shared memory, in the order in which they are multiplied: of eight numbers
-// MXFP4 has n and n + 4 in a pair. What lies behind a row is zero.
+// Rows come into shared memory, their numbers in the order in which they are multiplied: of eight MXFP4 has
+// n and n + 4 in a pair. What lies behind a row is zero.
 __device__ __forceinline__ void load_rows(const u16* x, const Schedule& s, int count) {
   const u32 base = shared_address(shared);
   const int chunks = X_ROW / 16;
 #pragma unroll 4
   for (int i = threadIdx.x; i < count * chunks; i += THREADS) {
     const int row = i / chunks, chunk = i % chunks;
+    if (s.row_of[row] < 0) continue;
     Vec v{0, 0, 0, 0};
     if (X_ROW == K * 2 || chunk < K / 8)
       v = load_l2_vec(x + (size_t)(DOWN ? s.place_of[row] : s.row_of[row]) * K + chunk * 8);
@@ -298,13 +301,13 @@ __device__ __forceinline__ void load_rows(const u16* x, const Schedule& s, int c
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     moe_widened(const u16* x, const char* w, const Scale* scale, const u16* bias, const u32* experts,
-                const i64* bits, const u32* count, const u32* ids, const float* weights, float limit,
+                const i64* bits, const u32* found, const u32* ids, const float* weights, float limit,
                 float offset, Out* out) {
   const int warp = threadIdx.x / 32;
   Schedule& s = *(Schedule*)(shared + SCHEDULE_AT);
   wait_for_predecessor();
   release_successor();
-  read_schedule(s, experts, bits, count, ids, weights);
+  read_schedule(s, experts, bits, found, ids, weights);
   const i64 all = (i64)s.unit_count * TILES;
   const int first = (int)(all * blockIdx.x / gridDim.x), end = (int)(all * (blockIdx.x + 1) / gridDim.x);
   if (first == end) return;
@@ -316,21 +319,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               base + SCALES_AT + warp * SCALE_TILES * SCALE_TILE};
   Reads reads{begin, 0, 0};
   for (int i = 0; i < ST; i++) loads.next(given, s);
-  for (int unit = first / TILES; unit * TILES < end; unit++) {
-    if (unit != first / TILES) __syncthreads();  // WAR: all have multiplied the rows of the last unit
-    const int rows = take_rows(s, unit);
+  for (int unit = first / TILES; unit * TILES < end;) {
+    for (int i = threadIdx.x; i < PASS; i += THREADS) s.row_of[i] = -1;
+    __syncthreads();  // WAR: all have multiplied the rows that were there
+    int behind = unit, count = 0;
+    for (; behind * TILES < end && count + in_eights(rows_of_unit(s, behind)) <= PASS; behind++) {
+      take_rows(s, behind, count);
+      count += in_eights(rows_of_unit(s, behind));
+    }
     __syncthreads();
-    load_rows(x, s, rows);
+    load_rows(x, s, count);
     __syncthreads();
-    if (rows <= 8) multiply_unit<1>(given, s, loads, reads, unit, rows);
+    for (count = 0; unit < behind; unit++) {
+      const int rows = rows_of_unit(s, unit);
+      if (rows <= 8) multiply_unit<1>(given, s, loads, reads, unit, count, rows);
 #if PASS >= 16
-    else if (rows <= 16) multiply_unit<2>(given, s, loads, reads, unit, rows);
+      else if (rows <= 16) multiply_unit<2>(given, s, loads, reads, unit, count, rows);
 #endif
 #if PASS >= 24
-    else if (rows <= 24) multiply_unit<3>(given, s, loads, reads, unit, rows);
+      else if (rows <= 24) multiply_unit<3>(given, s, loads, reads, unit, count, rows);
 #endif
 #if PASS >= 32
-    else multiply_unit<4>(given, s, loads, reads, unit, rows);
+      else multiply_unit<4>(given, s, loads, reads, unit, count, rows);
 #endif
+      count += in_eights(rows);
+    }
   }
 }

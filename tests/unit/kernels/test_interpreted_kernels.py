@@ -25,6 +25,7 @@ RUNS = (
         "test_moe_kernels.py",
         "test_moe_e4m3.py",
         "test_moe_mxfp4.py",
+        "test_moe_widened.py",
         "test_grouped_experts.py",
         "test_wide_router.py",
         "test_mamba_kernels.py",

@@ -23,6 +23,7 @@ from megatron_async.kernels.gemm.skinny_gemm import (
 )
 from megatron_async.kernels.gemm.tile_config import NO_NORM, RMS_NORM, STORE, TileConfig
 from megatron_async.kernels.moe.row import PackedRowScales, RowArguments, RowScales
+from megatron_async.kernels.moe.widened.experts import WidenedArguments
 from megatron_async.kernels.norm.embed import EmbedArguments, EmbedShareArguments
 from megatron_async.kernels.ranks.mailbox import MailboxArguments
 from megatron_async.kernels.ranks.peer_best import PeerBestArguments
@@ -45,7 +46,8 @@ RECORDS: dict[str, Any] = {
 POINTERS = {
     "u16": torch.bfloat16, "char": torch.bfloat16, "u32": torch.int32, "i64": torch.int64,
     "u64": torch.int64, "int": torch.int32,
-    "byte": torch.uint8, "float": torch.float32, "float2": torch.float32, "float4": torch.float32,
+    "byte": torch.uint8, "Scale": torch.uint8, "Out": torch.bfloat16,
+    "float": torch.float32, "float2": torch.float32, "float4": torch.float32,
 }  # fmt: skip
 """Elements of a tensor, by the C++ type that a kernel reads them as."""
 SCALING = {
@@ -130,6 +132,19 @@ def test_experts_in_e4m3_have_their_scales_behind_the_others() -> None:
 def test_experts_in_mxfp4_have_bytes_for_scales() -> None:
     found = [field for each in (RowArguments, PackedRowScales) for field in fields(each)]
     assert found == parameters_of("moe_row", e4m3=True, scale="byte")
+
+
+def test_widened_experts_have_one_record_for_both_formats_and_layers() -> None:
+    found = {name: (kind, dtypes) for name, kind, dtypes in fields(WidenedArguments)}
+    given = {name: (kind, dtypes) for name, kind, dtypes in parameters_of("moe_widened")}
+    assert list(found) == list(given)
+    formats = {
+        "w": (torch.float8_e4m3fn, torch.uint8),
+        "scale": (torch.float32, torch.uint8),
+        "out": (torch.bfloat16, torch.float32),
+    }
+    for name, (kind, dtypes) in found.items():
+        assert (kind, dtypes) == (given[name][0], formats.get(name, given[name][1]))
 
 
 def test_attention_over_e4m3_has_its_scales_behind_the_others() -> None:

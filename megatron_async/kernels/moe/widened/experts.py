@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_async.kernels.moe.shape import MoeShape, MoeWeights
 
 SOURCE = "moe_widened"
-THREADS, STAGES = 352, 4
+THREADS, STAGES = 352, 2
 """Threads of a CTA, and steps that each warp has on their way."""
 _PASSES = (32, 24, 16, 8)
 """Rows of an expert that are computed at once, as many as fit into shared memory."""
@@ -38,7 +38,7 @@ class WidenedArguments(NamedTuple):
     bias: Bf16 | None
     experts: Int32
     bits: Int64
-    count: Int32
+    found: Int32
     ids: Int32
     weights: Fp32
     limit: float
@@ -47,13 +47,13 @@ class WidenedArguments(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What the router leaves: ``experts`` int32 ``[held]``, the first ``count`` of which have rows,
+    """What the router leaves: ``experts`` int32 ``[held]``, the first ``found`` of which have rows,
     and ``bits`` int64 ``[held]``, a bit for each of these; ``ids`` int32 and ``weights`` fp32
     ``[MAX_ROWS, places]``."""
 
     experts: Tensor
     bits: Tensor
-    count: Tensor
+    found: Tensor
     ids: Tensor
     weights: Tensor
 

@@ -1,0 +1,227 @@
+"""Experts of a decode step in e4m3 and MXFP4 by ``moe_widened.cu``, and the sum of their places."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_async.kernels.moe import row
+from megatron_async.kernels.moe.mxfp4 import NOT_A_NUMBER, unpack
+from megatron_async.kernels.moe.tiles import padded_rows
+from megatron_async.kernels.shared_memory import HOPPER_BYTES
+from tests.support import emulator
+from tests.support.cuda_kernels import LIMIT, on_gpu
+from tests.support.interpreter import HAS_TRITON, INTERPRETED, interpreted
+from tests.support.sweeps import some
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not built for this platform")
+
+if HAS_TRITON:
+    from megatron_async.kernels.moe.decode import MoeDecode
+    from megatron_async.kernels.moe.shape import Live, MoeShape, ScaleColumns
+    from megatron_async.kernels.moe.widened import experts as widened
+    from tests.unit.kernels.test_moe_kernels import (
+        GPT_OSS,
+        LARGE,
+        RELU2,
+        SWIGLU,
+        Case,
+        experts_in_float64,
+        relative_error,
+        settings,
+        share_of,
+    )
+
+    PACKED: dict[str, Any] = {"packed": True}
+    SMALL: Any = (
+        # Fewer than a vector for each lane, rows whose last half of a step is there or not, plain
+        # and gated ones, experts with more rows than are computed at once, and more than a block.
+        (MoeShape(64, 64, settings(2, 1), SWIGLU), 40, PACKED),
+        (MoeShape(320, 192, settings(5, 2), GPT_OSS), 17, PACKED | {"bias": True}),
+        (MoeShape(128, 64, settings(40, 2), RELU2, center=True), 33, PACKED),
+        (MoeShape(80, 48, settings(9, 2), RELU2), 21, {"scale_columns": (80, 48)}),
+        (MoeShape(256, 384, settings(3, 2), GPT_OSS), 40, {
+            "scale_columns": (128, 64), "bias": True}),
+        (MoeShape(192, 64, settings(3, 1), SWIGLU), 64, {"scale_columns": (64, 64)}),
+    )  # fmt: skip
+    LARGE_SHAPES = {name: shape for name, shape in LARGE.items() if not shape.shared}
+else:
+    SMALL, LARGE_SHAPES = (), {}
+both = pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=[interpreted, pytest.mark.skipif(
+            emulator.COMPILER is None, reason="the emulator needs g++")]),
+        pytest.param("cuda", marks=[*on_gpu, pytest.mark.skipif(
+            INTERPRETED, reason="kernels run as they are")]),
+    ],
+)  # fmt: skip
+SMS = 5
+"""Of an emulated GPU."""
+
+
+@pytest.fixture(autouse=True)
+def _emulator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "device" in request.fixturenames and request.getfixturevalue("device") == "cpu":
+        emulator.install(monkeypatch)
+
+
+def case_of(shape: Any, rows: int, device: str, **options: Any) -> Any:
+    """A layer whose experts the kernel takes."""
+    columns = options.pop("scale_columns", None)
+    if columns is not None:
+        options["scale_columns"] = ScaleColumns(*columns)
+    case = Case(shape, rows, device, torch.bfloat16, **options)
+    case.kernels = widening(case.shape, device)
+    return case
+
+
+def widening(shape: Any, device: str) -> Any:
+    assert widened.why_not(shape, torch.bfloat16) is None
+    count = SMS if device == "cpu" else row.cuda.sm_count(0)
+    given = torch.device(device)
+    return MoeDecode(shape, given, sm_count=count, one_kernel=False, widens=True)
+
+
+@both
+@pytest.mark.parametrize("number", some(list(range(len(SMALL))), 2))
+def test_small_layers(device: str, number: int) -> None:
+    shape, rows, options = SMALL[number]
+    case = case_of(shape, rows, device, **options)
+    case.check()
+    assert case.of_experts() < 2 * LIMIT
+
+
+@both
+def test_rows_do_not_see_each_other_and_every_run_is_the_same(device: str) -> None:
+    case = case_of(MoeShape(128, 64, settings(3, 2), SWIGLU), 29, device, **PACKED)
+    together, again = case.run(), case.run()
+    alone = case.run(slice(20, 22))
+    for first, second, few in zip(together, again, alone, strict=True):
+        assert torch.equal(first, second)
+        assert torch.equal(few, first[20:22])
+
+
+@both
+def test_every_scale_and_number_of_mxfp4_is_exact(device: str) -> None:
+    """From the smallest scale to the largest: one column of the weight has all 16 numbers, and a
+    row of ones adds them up."""
+    shape = MoeShape(64, 64, settings(1, 1), replace(RELU2, function="relu"))
+    case = case_of(shape, 1, device, **PACKED)
+    weights = case.weights
+    weights.w2.copy_(torch.arange(weights.w2.numel()).view_as(weights.w2) % 256)
+    weights.w2_scale.copy_(torch.arange(127 - 93, 127 + 34)[:64, None].expand(64, 2))
+    weights.w2_scale[32:] += 63
+    case.kernels.route(weights, case.hidden, torch.ones(1, 1, 2, device=device), 1e-5)
+    kernels = case.kernels._widened
+    kernels._activated[:1] = torch.randint(-8, 9, (1, 64)).to(kernels._activated)
+    kernels.down(weights, 1, case.kernels.chosen, widened.Sums(torch.empty_like(case.hidden)))
+    wide = unpack(weights.w2, weights.w2_scale).double()[0]
+    expected = wide @ kernels._activated[0].double()
+    assert torch.equal(kernels._of_places[0].double(), expected)
+
+
+@both
+@pytest.mark.parametrize("scale", [127 + 34, NOT_A_NUMBER])
+def test_a_scale_that_is_too_large_is_no_number(device: str, scale: int) -> None:
+    case = case_of(MoeShape(64, 64, settings(1, 1), GPT_OSS), 1, device, **PACKED)
+    assert case.run()[0].isfinite().all()
+    case.weights.w2_scale[0, 3] = scale
+    out = case.run()[0]
+    assert not out[:, 3].isfinite().any() and out[:, :3].isfinite().all()
+    case.weights.w1_scale[0, 5] = NOT_A_NUMBER
+    case.weights.w1[0, 5] = 0  # of NaN and zero NaN is left, whatever the activation's limit
+    assert not case.run()[0].isfinite().any()
+
+
+@both
+def test_no_row_needs_an_expert(device: str) -> None:
+    case = case_of(MoeShape(64, 64, settings(4, 1), SWIGLU), 3, device, **PACKED)
+    case.live = Live(torch.zeros(3, dtype=torch.int64, device=device), 4)
+    assert torch.equal(case.run()[0], case.hidden)
+
+
+@both
+def test_ranks_with_some_experts_each_add_up_to_all(device: str) -> None:
+    case = case_of(MoeShape(64, 64, settings(6, 3), GPT_OSS), 9, device, **PACKED, bias=True)
+    total = torch.zeros_like(case.hidden).double()
+    for rank in range(2):
+        part, weights = share_of(case.shape, case.weights, rank, 2)
+        own = slice(rank * 3, rank * 3 + 3)
+        weights = weights._replace(
+            w1_scale=case.weights.w1_scale[own].clone(), w2_scale=case.weights.w2_scale[own].clone()
+        )
+        out = torch.full_like(case.hidden, torch.nan)
+        widening(part, device)(weights, case.hidden, statistics(case), 1e-5, out, live=case.live)
+        total += out
+    case.run()
+    expected = experts_in_float64(case, case.kernels.routing(9))
+    assert relative_error(total, expected) < 2 * LIMIT
+
+
+def statistics(case: Any) -> torch.Tensor:
+    from megatron_async.kernels.gemm.skinny_gemm import statistics_of
+
+    return statistics_of(case.hidden, case.norm, 8)
+
+
+@pytest.mark.parametrize(("rows", "name"), list(itertools.product((2, 9, 32, 64), LARGE_SHAPES)))
+@pytest.mark.parametrize("columns", [None, 0, 128])
+@pytest.mark.parametrize(
+    "device", [pytest.param("cuda", marks=[*on_gpu, pytest.mark.sweep])]
+)  # fmt: skip
+def test_large_layers(device: str, rows: int, name: str, columns: int | None) -> None:
+    shape, options = LARGE_SHAPES[name], dict(PACKED)
+    if columns is not None:
+        given = (columns or shape.hidden, columns or shape.inner)
+        if shape.hidden % given[0] or shape.inner % given[1]:
+            pytest.skip("groups of columns do not divide rows")
+        options = {"scale_columns": given}
+    case = case_of(shape, rows, device, bias=name == "gpt-oss", **options)
+    case.check()
+    assert case.of_experts() < 2 * LIMIT
+    first, second = case.run(), case.run()
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, "not all weights are e4m3 or MXFP4"),
+        ({"is_packed": True, "shared": 1}, "shared experts are not covered"),
+        ({"is_packed": True, "inner": 96}, "experts of 96 x 2880 are not covered"),
+        ({"is_packed": True, "hidden": 1 << 16}, "do not fit into shared memory"),
+        ({"scale_columns": (32, 2880)}, "a scale for 32 columns is not covered"),
+        ({"scale_columns": (2880, 0)}, "not all weights are e4m3 or MXFP4"),
+    ],
+)
+def test_what_the_kernel_does_not_take_is_said(changes: dict[str, Any], says: str) -> None:
+    if "scale_columns" in changes:
+        changes = changes | {"scale_columns": ScaleColumns(*changes["scale_columns"])}
+    reason = widened.why_not(replace(LARGE["gpt-oss"], **changes), torch.bfloat16)
+    assert reason is not None and says in reason
+    packed = replace(LARGE["gpt-oss"], is_packed=True)
+    assert widened.why_not(packed, torch.bfloat16) is None
+    assert widened.why_not(packed, torch.float32) == "torch.float32 is not covered"
+
+
+@pytest.mark.skipif(emulator.COMPILER is None, reason="the emulator needs g++")
+def test_shared_memory_is_what_the_kernel_takes() -> None:
+    shapes = [replace(LARGE["gpt-oss"], is_packed=True)]
+    shapes += [
+        replace(LARGE["qwen3-30b-a3b"], scale_columns=ScaleColumns(*columns))
+        for columns in ((2048, 768), (128, 128))
+    ]
+    defines, expected = [], []
+    for shape, rows, down in itertools.product(shapes, (7, 32, 64), (0, 1)):
+        kernels = widened.WidenedExperts(shape, torch.device("cpu"), 132)
+        given = kernels.defines(rows, down)
+        sizes = given["PASS"], given["THREADS"], given["ST"]
+        defines.append(given)
+        expected.append(widened.shared_bytes(shape, padded_rows(rows), down, *sizes))
+    assert emulator.shared_bytes("moe_widened", defines) == expected
+    assert max(expected) <= HOPPER_BYTES
