@@ -19,6 +19,7 @@ namespace emulator {
 
 Place* place;
 
+float number_of(u32 bits, int exponent, int mantissa, int bias);
 namespace {
 
 struct Barrier {
@@ -75,6 +76,8 @@ struct Product {
   int columns;
   unsigned a, b;
   const u32* own = nullptr;  // in place of a: registers, read when the product is awaited
+  bool e4m3 = false;         // 32 columns of bytes, in place of 16 of bfloat16
+  bool adds = true;          // to what the sums are
 };
 
 // Where a fiber runs. Making one takes system calls, so that one fiber after another has it.
@@ -92,6 +95,7 @@ struct Fiber : Place {
   const unsigned* awaited = nullptr;  // the generation of what it waits for
   unsigned seen = 0;                  // what that was
   std::vector<Product> products;
+  std::vector<std::vector<Product>> product_groups;
   std::vector<Copy> issued;
   std::vector<std::vector<Copy>> groups;
   bool in_cluster = false;  // has arrived, and not waited yet
@@ -218,6 +222,11 @@ float swizzled(unsigned matrix, int row, int k) {
   const unsigned at = matrix + row / 8 * 1024 + row % 8 * 128 + k * 2;
   return __uint_as_float((u32) * (const u16*)shared_at(at ^ (at >> 7 & 7) << 4, 2) << 16);
 }
+float swizzled_e4m3(unsigned matrix, int row, int k) {
+  const unsigned at = matrix + row / 8 * 1024 + row % 8 * 128 + k;
+  const u32 byte = *(const unsigned char*)shared_at(at ^ (at >> 7 & 7) << 4, 1);
+  return (byte & 0x7f) == 0x7f ? __uint_as_float(0x7fc00000u) : number_of(byte, 4, 3, 7);
+}
 struct Registers {
   u32 a[4];
 };
@@ -226,6 +235,10 @@ void multiply(const Product& p, const Registers* own) {
   const int lane = fiber->thread.x % 32, warp = fiber->thread.x / 32 % 4;
   for (int j = 0; j < p.columns / 2; j++) {
     const int row = warp * 16 + lane / 4 + j % 4 / 2 * 8, column = j / 4 * 8 + lane % 4 * 2 + j % 2;
+    if (!p.adds) p.sums[j] = 0.f;
+    for (int k = 0; p.e4m3 && k < 32; k++)
+      p.sums[j] += swizzled_e4m3(p.a, row, k) * swizzled_e4m3(p.b, column, k);
+    if (p.e4m3) continue;
     for (int k = 0; k < 16; k++) {
       float v;
       if (own == nullptr) {
@@ -320,13 +333,24 @@ void wgmma(float* sums, int columns, const u32* a, u32 b) {
   if (b % 1024 >= 128 || b % 32) fail("misaligned matrix");
   fiber->products.push_back({sums, columns, 0, b, a});
 }
-void await_wgmma() {
-  for (const auto& p : fiber->products) {
-    const Registers* own = nullptr;
-    if (p.own != nullptr) own = show(Registers{{p.own[0], p.own[1], p.own[2], p.own[3]}});
-    multiply(p, own);
-  }
+void wgmma_e4m3(float* sums, int columns, u32 a, u32 b, bool adds) {
+  wgmma(sums, columns, a, b);
+  fiber->products.back().e4m3 = true, fiber->products.back().adds = adds;
+}
+void end_wgmma() {
+  fiber->product_groups.push_back(std::move(fiber->products));
   fiber->products.clear();
+}
+void await_wgmma(size_t pending) {
+  auto& groups = fiber->product_groups;
+  while (groups.size() > pending) {
+    for (const auto& p : groups.front()) {
+      const Registers* own = nullptr;
+      if (p.own != nullptr) own = show(Registers{{p.own[0], p.own[1], p.own[2], p.own[3]}});
+      multiply(p, own);
+    }
+    groups.erase(groups.begin());
+  }
   // It is over for all four warps at once.
   arrive_and_wait(fiber->block->warpgroups[fiber->thread.x / 128]);
 }

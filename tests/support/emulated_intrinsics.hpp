@@ -59,7 +59,9 @@ const T& of_lane(const T* shown, unsigned lane) {
 void await_copies(size_t pending);
 void wgmma(float* sums, int columns, u32 a, u32 b);
 void wgmma(float* sums, int columns, const u32* a, u32 b);
-void await_wgmma();
+void wgmma_e4m3(float* sums, int columns, u32 a, u32 b, bool adds);
+void end_wgmma();
+void await_wgmma(size_t pending);
 void send(u32 into, const void* value, u32 size, u32 barrier);
 char* shared_at(u32 at, u32 size);
 void publish(void* at, const void* value, size_t size);
@@ -220,12 +222,16 @@ template <int COLUMNS>
 void wgmma(float (&d)[COLUMNS / 2], u32 (&a)[4], u32 b) {
   emulator::wgmma(d, COLUMNS, a, b);
 }
+template <int COLUMNS>
+void wgmma_e4m3(float (&d)[COLUMNS / 2], u32 a, u32 b, bool adds) {
+  emulator::wgmma_e4m3(d, COLUMNS, a, b, adds);
+}
 inline void keep(u32 (&)[4]) {}
 inline void begin_wgmma() {}
-inline void end_wgmma() {}
-template <int COLUMNS>
+inline void end_wgmma() { emulator::end_wgmma(); }
+template <int COLUMNS, int PENDING = 0>
 void await_wgmma(float (&d)[COLUMNS / 2]) {
-  emulator::await_wgmma();
+  emulator::await_wgmma(PENDING);
 }
 void load_matrices(u32 (&r)[4], u32 at);
 void load_transposed(u32 (&r)[4], u32 at);

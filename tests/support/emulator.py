@@ -67,7 +67,7 @@ _CLUSTER = {
 """CTAs of a cluster, where that is not ``CLUSTER``; or that wait for each other."""
 _WRITTEN_BEFORE = {
     "skinny_gemm_mma": ("x", "stats_in", "residual", "launches"),
-    "skinny_gemm_wgmma": ("x_map", "stats_in", "residual", "launches"),
+    "skinny_gemm_wgmma": ("x_map", "stats_in", "input_scale", "residual", "launches"),
     "attention": ("qkv",),
     "embed": ("token_ids", "position_ids"),
     "embed_share": ("token_ids", "position_ids"),

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.kernels.attention.rope_append import as_kept
+from megatron_async.kernels.pdl import pdl_enter, uses_pdl
 
 E4M3 = torch.float8_e4m3fn
 MOST_COLUMNS = 32768
@@ -69,7 +70,9 @@ def store_row(
 def _inputs_kernel(
     x_ptr, static_ptr, numbers_ptr, scale_ptr, groups, width,
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, STATIC: tl.constexpr, NATIVE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    pdl_enter(PDL)
     row = tl.program_id(0).to(tl.int64)
     group, column = tl.arange(0, GROUPS)[:, None], tl.arange(0, WIDTH)[None, :]
     mask = (group < groups) & (column < width)
@@ -123,7 +126,19 @@ def quantize_inputs(x: Tensor, groups: int, static: Tensor | None = None) -> tup
     if x.numel():
         _inputs_kernel[(x.numel() // columns,)](
             x, scale if static is None else static, numbers.view(torch.uint8), scale, groups,
-            columns // groups, STATIC=static is not None, NATIVE=rounds_once(x.device),
+            columns // groups, STATIC=static is not None, NATIVE=rounds_once(x.device), PDL=False,
             **tile_of(columns, groups)[1],
         )  # fmt: skip
     return numbers, scale
+
+
+def quantize_rows(x: Tensor, numbers: Tensor, scale: Tensor, static: Tensor | None) -> None:
+    """:func:`quantize_inputs` of ``x [R, k]``, contiguous, with one scale a row, into ``numbers [R,
+    k]`` and ``scale [R, 1]``; between kernels of a fused step."""
+    (rows, columns), pdl = x.shape, uses_pdl(x.device)
+    if rows:
+        _inputs_kernel[(rows,)](
+            x, scale if static is None else static, numbers.view(torch.uint8), scale, 1, columns,
+            STATIC=static is not None, NATIVE=rounds_once(x.device), PDL=pdl,
+            **tile_of(columns, 1)[1], launch_pdl=pdl,
+        )  # fmt: skip

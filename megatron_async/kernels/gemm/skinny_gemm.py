@@ -19,6 +19,7 @@ from megatron_async.kernels.compile import (
     kernel,
 )
 from megatron_async.kernels.gemm.tile_config import (
+    E4M3_STAGE_K,
     LAYER_NORM,
     SHARED_BYTES,
     SILU_GATE,
@@ -131,6 +132,33 @@ class WgmmaE4m3Arguments(NamedTuple):
     x_map: TensorMap
 
 
+class WgmmaInputsArguments(NamedTuple):
+    """Parameters of ``skinny_gemm_wgmma.cu`` with ``W8`` and ``X8``, in order: the same, and
+    scales of x behind those of the weight."""
+
+    x: Bf16 | None
+    w: E4m3 | None
+    bias: Bf16 | None
+    norm_weight: Bf16 | None
+    norm_bias: Bf16 | None
+    stats_in: Fp32 | None
+    stats_tiles: int
+    eps: float
+    residual: Bf16 | None
+    out: Bf16 | None
+    next_weight: Bf16 | None
+    scaled: Bf16 | None
+    stats_out: Fp32 | None
+    M: int
+    out_row: int
+    workspace: Fp32 | None
+    arrivals: Int32 | None
+    weight_scale: Fp32
+    input_scale: Fp32
+    w_map: TensorMap
+    x_map: TensorMap
+
+
 class SendingArguments(NamedTuple):
     """Parameters ``SENDING`` of either, behind the others; those of ``ranks/peers.py`` follow."""
 
@@ -169,6 +197,7 @@ class SkinnyGemm:
         sends: with epilogue ``STORE``, where the output goes; None for ``out``.
         scale_columns: 0 for bfloat16 weights; of e4m3 weights, columns that share a scale in a
             row: 32, 64, 128 or ``k``.
+        e4m3_inputs: x is e4m3 as well, with a scale for each row; of weights that have such alone.
     """
 
     def __init__(
@@ -183,11 +212,13 @@ class SkinnyGemm:
         device: torch.device,
         sends: Sending | None = None,
         scale_columns: int = 0,
+        e4m3_inputs: bool = False,
     ) -> None:
         sm_count, limit = cuda.sm_count(device.index or 0), block_limit(device)
         macros = defines(
-            n, k, rows, norm, epilogue, norm_statistics, config, sm_count, limit, scale_columns
-        )
+            n, k, rows, norm, epilogue, norm_statistics, config, sm_count, limit, scale_columns,
+            e4m3_inputs,
+        )  # fmt: skip
         macros |= {} if sends is None else sends.macros
         self._sends = sends
         self.kernel: Kernel = kernel(config.kernel, macros, device)
@@ -206,6 +237,7 @@ class SkinnyGemm:
         self.statistic_rows = config.statistic_rows(rows)
         self._n, self._k, self._rows, self._config = n, k, rows, config
         self._gated, self._scale_columns = epilogue == SILU_GATE, scale_columns
+        self._e4m3_inputs = e4m3_inputs
         self._weight_maps: dict[int, TensorMap] = {}
         self._x_maps: dict[tuple[int, int], TensorMap] = {}
 
@@ -222,6 +254,7 @@ class SkinnyGemm:
         scaled: tuple[Tensor, Tensor] | None = None,
         statistics_out: Tensor | None = None,
         weight_scale: Tensor | None = None,
+        input_scale: Tensor | None = None,
     ) -> None:
         """``out [M, N] = epilogue(norm(x [M, K]) weight^T)``; all contiguous bfloat16, but for
         weights in e4m3, which are multiplied by their scales (:func:`scaled_product`).
@@ -235,6 +268,7 @@ class SkinnyGemm:
                 that goes, ``[M, N]``.
             statistics_out: fp32, those of ``out`` that epilogue ``ADD`` emits.
             weight_scale: of e4m3 weights, contiguous fp32 ``[N, K / scale_columns]``.
+            input_scale: of ``x`` in e4m3, contiguous fp32 with an element for each row.
 
         Raises:
             TypeError: a tensor has another dtype.
@@ -243,15 +277,21 @@ class SkinnyGemm:
         next_weight, scaled_out = scaled or (None, None)
         stats_tiles = 0 if statistics is None else statistics.shape[1]
         row = self._n if out is None else out.stride(0)
-        arguments: WgmmaArguments | WgmmaE4m3Arguments | MmaArguments | E4m3Arguments
+        arguments: (
+            WgmmaArguments | WgmmaE4m3Arguments | WgmmaInputsArguments
+            | MmaArguments | E4m3Arguments
+        )  # fmt: skip
         if self._config.tma:
             arguments = WgmmaArguments(
                 None, None, bias, None, None, statistics, stats_tiles, float(eps), residual, out,
                 next_weight, scaled_out, statistics_out, x.shape[0], row, self._workspace,
                 self._arrivals, self._weight_map(weight), self._x_map(x),
             )  # fmt: skip
+            *given, w_map, x_map = arguments
+            scales = (weight_scale, input_scale) if self._e4m3_inputs else (weight_scale,)
             if self._scale_columns:
-                arguments = WgmmaE4m3Arguments(*arguments[:-2], weight_scale, *arguments[-2:])  # type: ignore[arg-type]
+                kind = WgmmaInputsArguments if self._e4m3_inputs else WgmmaE4m3Arguments
+                arguments = kind(*given, *scales, w_map, x_map)  # type: ignore[call-arg, arg-type]
         else:
             arguments = MmaArguments(
                 x, weight, bias, norm_weight, norm_bias, statistics, stats_tiles, float(eps),
@@ -280,10 +320,14 @@ class SkinnyGemm:
 
     def _x_map(self, x: Tensor) -> TensorMap:
         """x in TMA tiles of all its rows."""
-        key = x.data_ptr(), x.shape[0]
+        wanted = torch.float8_e4m3fn if self._e4m3_inputs else torch.bfloat16
+        if x.dtype != wanted:
+            raise TypeError(f"{self._config.kernel}: x must be {wanted}, not {x.dtype}")
+        key, row = (x.data_ptr(), x.shape[0]), self._k * x.element_size()
         if key not in self._x_maps:
-            tile = [STAGE_K, 8 * row_groups(self._rows)]
-            self._x_maps[key] = cuda.tensor_map(x, [self._k, x.shape[0]], [self._k * 2], tile)
+            columns = E4M3_STAGE_K if self._e4m3_inputs else STAGE_K
+            tile = [columns, 8 * row_groups(self._rows)]
+            self._x_maps[key] = cuda.tensor_map(x, [self._k, x.shape[0]], [row], tile)
         return self._x_maps[key]
 
 
@@ -303,6 +347,7 @@ def defines(
     sm_count: int,
     limit: int = SHARED_BYTES,
     scale_columns: int = 0,
+    e4m3_inputs: bool = False,
 ) -> dict[str, int]:
     """Macros of the kernel that ``config`` configures, for a GPU whose CTAs have ``limit`` bytes of
     shared memory."""
@@ -321,6 +366,8 @@ def defines(
         }  # fmt: skip
     if scale_columns:
         macros |= {"W8": 1, "SCALE_COLUMNS": scale_columns}
+    if e4m3_inputs:
+        macros |= {"X8": 1}
     return macros
 
 

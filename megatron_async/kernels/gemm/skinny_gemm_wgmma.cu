@@ -12,7 +12,8 @@
 // shared memory, and nobody looks at their sums.
 //
 // Of W8, with a scale for each row, a stage has 128 columns, as many bytes of W, and two TMA tiles of x.
-// W goes through registers (skinny_gemm_wgmma_fp8.cuh).
+// W goes through registers (skinny_gemm_wgmma_fp8.cuh). Of X8 x has as many bytes, in one tile, and both
+// are multiplied straight from shared memory, by wgmma m64nMk32 (skinny_gemm_wgmma_e4m3.cuh).
 
 #define WARPS 4
 #define WK 1
@@ -20,7 +21,7 @@
 #define WARP_TILES ((RT + 3) / 4)
 #define INTERLEAVED 1
 #define LATE_RESIDUAL 0
-#if W8
+#if W8 && !X8
 #define X_HALF (MT * 8 * 128)
 #define X_STAGE (2 * X_HALF)
 #else
@@ -76,7 +77,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   auto load_x = [&](int k, int stage) {
     tma_load(base + stage * STAGE_BYTES + WEIGHT_BYTES, x_map, (first_stage + k) * STAGE_K, 0,
              arrived + stage * 8);
-#if W8
+#if W8 && !X8
     tma_load(base + stage * STAGE_BYTES + WEIGHT_BYTES + X_HALF, x_map, (first_stage + k) * STAGE_K + 64,
              0, arrived + stage * 8);
 #endif
@@ -121,6 +122,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     load_statistics();
     __syncthreads();
   }
+#if X8
+  for (int m = threadIdx.x; m < MT * 8; m += THREADS)
+    scale[m].y = __uint_as_float(load_l2((const u32*)input_scale + min(m, M - 1)));
+  __syncthreads();
+#endif
 
   // --- the main loop ---------------------------------------------------------------------------
   // Row g of a tile, 2t and 2t + 1 of eight rows of x; then row g + 8.
@@ -141,6 +147,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
   };
   clear();
+#if X8
+  float part[2][MT * 4];  // what 128 columns add up to in the tensor cores
+#endif
 
 #include "skinny_gemm_finish.cuh"
 
@@ -151,7 +160,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const u32 weights = base + stage * STAGE_BYTES;
     await_bytes(arrived + stage * 8, passed);
     __syncwarp();
-#if W8
+#if X8
+#include "skinny_gemm_wgmma_e4m3.cuh"
+#elif W8
 #include "skinny_gemm_wgmma_fp8.cuh"
 #else
     begin_wgmma();
@@ -163,9 +174,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                       weights + WEIGHT_BYTES + k * 32);
     end_wgmma();
 #endif
+#if !X8
 #pragma unroll
     for (int r = 0; r < WARP_TILES; r++) await_wgmma<MT * 8>(sums[r]);
-#if W8
+#endif
+#if W8 && !X8
 #pragma unroll
     for (int r = 0; r < 2; r++)
 #pragma unroll

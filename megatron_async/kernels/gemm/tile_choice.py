@@ -37,7 +37,8 @@ FALLBACK_ROWS = {
 
 RANKED_WEIGHTS = 6_000_000
 """Elements of a weight from which on the estimate of ``untuned/ranking.py`` is used: smaller ones
-were not timed, and neither were ones in e4m3."""
+were not timed, and neither were ones in e4m3. With inputs in e4m3 it is used for all: the kernel is
+that of bfloat16, over as many bytes."""
 
 
 def find(
@@ -51,7 +52,7 @@ def find(
     with a scale for each row. Else the heuristic's, with bfloat16 weights for up to
     :data:`ANY_SHAPE_ROWS` rows.
     """
-    rows, n, k, norm, epilogue, scale_columns = problem
+    rows, n, k, norm, epilogue, scale_columns, e4m3_inputs = problem
     assert norm is not None and epilogue is not None
     table = measured()
     alike = [scale_columns] if scale_columns in (0, k) else [scale_columns, k]
@@ -59,14 +60,14 @@ def find(
         entry = lookup(table, problem._replace(rows=like, scale_columns=columns))
         if entry is None or entry.config.tma > tma:
             continue
-        if entry.config.fits(n, k, rows, norm, epilogue, limit, scale_columns):
+        if entry.config.can_serve(problem, limit):
             return entry
     if rows > ANY_SHAPE_ROWS and not scale_columns:
         return None
-    if not scale_columns and n * k >= RANKED_WEIGHTS:
+    if e4m3_inputs or (not scale_columns and n * k >= RANKED_WEIGHTS):
         found = ranked(problem, tma=tma, sm_count=sm_count, limit=limit)
-        if found:
-            return Entry(problem, found[0], HEURISTIC)
+        if found or e4m3_inputs:
+            return Entry(problem, found[0], HEURISTIC) if found else None
     config = heuristic_config(
         n, k, rows, norm, epilogue, tma, sm_count=sm_count, limit=limit, scale_columns=scale_columns
     )
@@ -85,9 +86,10 @@ def choose(
     sm_count: int,
     limit: int = SHARED_BYTES,
     scale_columns: int = 0,
+    e4m3_inputs: bool = False,
 ) -> TileConfig | None:
     """The config of :func:`find`."""
-    problem = GemmProblem(rows, n, k, norm, epilogue, scale_columns)
+    problem = GemmProblem(rows, n, k, norm, epilogue, scale_columns, e4m3_inputs)
     entry = find(problem, tma, sm_count=sm_count, limit=limit)
     return None if entry is None else entry.config
 
@@ -303,13 +305,13 @@ def tma_configs(n: int, sm_count: int) -> Iterator[TileConfig]:
 def spread(
     problem: GemmProblem, count: int, *, tma: bool, sm_count: int, limit: int = SHARED_BYTES
 ) -> list[TileConfig]:
-    """Some mma configs at random, and as many wgmma configs."""
-    rows, n, k, norm, epilogue, scale_columns = problem
+    """Some mma configs at random, and as many wgmma configs; with inputs in e4m3 these alone."""
+    rows, n, k, norm, epilogue, scale_columns, e4m3_inputs = problem
     assert norm is not None and epilogue is not None
     by_mma = candidates(
         n, k, rows, norm, epilogue, sm_count=sm_count, limit=limit, scale_columns=scale_columns
     )
-    found = [list(by_mma), []]
+    found = [[] if e4m3_inputs else list(by_mma), []]
     if tma:
         found[1] = [each for each in tma_configs(n, sm_count) if each.can_serve(problem, limit)]
     for some in found:
@@ -342,7 +344,7 @@ def balanced(
 ) -> list[TileConfig]:
     """Return of :func:`balanced_configs` the first ``count`` by mma, and half as many by wgmma: at
     most three that divide the weight in the same way."""
-    rows, n, k, norm, epilogue, scale_columns = problem
+    rows, n, k, norm, epilogue, scale_columns, _ = problem
     assert norm is not None and epilogue is not None
     by_tma = tma_tile_shapes(n, sm_count) if tma else ()
     chosen: list[TileConfig] = []
@@ -362,8 +364,9 @@ def balanced(
 def short_list(
     problem: GemmProblem, count: int, *, tma: bool, sm_count: int, limit: int = SHARED_BYTES
 ) -> list[TileConfig]:
-    """The configs of :func:`balanced` and of other numbers of rows; for many rows all with TMA."""
-    if problem.rows > ANY_SHAPE_ROWS and not problem.scale_columns:
+    """The configs of :func:`balanced` and of other numbers of rows; for many rows, and with inputs
+    in e4m3, all with TMA."""
+    if problem.e4m3_inputs or (problem.rows > ANY_SHAPE_ROWS and not problem.scale_columns):
         return deepest(problem, tma=tma, sm_count=sm_count, limit=limit)
     known = known_configs(problem.n, problem.k)
     return [*known, *balanced(problem, count, tma=tma, sm_count=sm_count, limit=limit)]

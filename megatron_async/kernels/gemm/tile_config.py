@@ -53,6 +53,7 @@ class GemmProblem(NamedTuple):
 
     Args:
         scale_columns: 0 for bfloat16 weights; of e4m3 weights, columns that share a scale.
+        e4m3_inputs: x is e4m3 as well, with a scale for each row.
     """
 
     rows: int
@@ -61,6 +62,7 @@ class GemmProblem(NamedTuple):
     norm: int | None = None
     epilogue: int | None = None
     scale_columns: int = 0
+    e4m3_inputs: bool = False
 
 
 class TileConfig(NamedTuple):
@@ -123,13 +125,13 @@ class TileConfig(NamedTuple):
             own += 1
         return own
 
-    def shared_bytes(self, k: int, rows: int, scale_columns: int = 0) -> int:
+    def shared_bytes(self, k: int, rows: int, scale_columns: int = 0, e4m3: bool = False) -> int:
         """About what a CTA takes: the ring of W and x, received partial sums, and a reserve."""
         stage_k = stage_columns(scale_columns)
         in_cluster = self.split_k > 1 and not self.workspace
         sent = self.owned(rows) * self.split_k * self.warps_k * 512 if in_cluster else 0
         if self.tma:
-            stage = 2048 * self.row_tiles + row_groups(rows) * 16 * stage_k
+            stage = 2048 * self.row_tiles + row_groups(rows) * (8 if e4m3 else 16) * stage_k
             return self.stages * stage + 16384 + sent
         stage = 2048 * self.row_tiles
         if 0 < scale_columns < k:
@@ -152,6 +154,7 @@ class TileConfig(NamedTuple):
         epilogue: int | None,
         limit: int = SHARED_BYTES,
         scale_columns: int = 0,
+        e4m3_inputs: bool = False,
     ) -> bool:
         """Whether the kernel can be built so for a GPU whose CTAs have ``limit`` bytes of shared
         memory; with None, for some norm or epilogue."""
@@ -167,6 +170,7 @@ class TileConfig(NamedTuple):
             and not (self.stream_x and (self.warps_k > 1 or norm == LAYER_NORM))
             and not (self.stream_x and self.persistent and stages % 2)
             and not (self.tma and 0 < scale_columns < k)
+            and not (e4m3_inputs and (not self.tma or scale_columns != k or norm))
             and (not scale_columns or takes_scales(k, scale_columns))
             and not (self.tma and not self.stream_x)
             and bool(self.tma or rows <= (MAX_ROWS if many else ANY_SHAPE_ROWS))
@@ -175,13 +179,13 @@ class TileConfig(NamedTuple):
             and not (self.persistent and (split or epilogue == ADD))
             # Statistics and pairs of gate and up do not stop at the end of the weight.
             and (epilogue not in (ADD, SILU_GATE) or n % self.weight_rows == 0)
-            and self.shared_bytes(k, rows, scale_columns) <= limit
+            and self.shared_bytes(k, rows, scale_columns, e4m3_inputs) <= limit
         )
 
     def can_serve(self, problem: GemmProblem, limit: int = SHARED_BYTES) -> bool:
         """Whether the kernel can be built so for ``problem``."""
-        rows, n, k, norm, epilogue, scale_columns = problem
-        return self.fits(n, k, rows, norm, epilogue, limit, scale_columns)
+        rows, n, k, norm, epilogue, scale_columns, e4m3_inputs = problem
+        return self.fits(n, k, rows, norm, epilogue, limit, scale_columns, e4m3_inputs)
 
 
 class Entry(NamedTuple):
@@ -224,7 +228,7 @@ class Entry(NamedTuple):
                 values[name] = names.index(values[name])
         own = {name: values.pop(name) for name in GemmProblem._fields if name in values}
         problem, config = GemmProblem(**own), TileConfig(**values)
-        numbers, flags = (*problem[:3], *config[:5]), config[5:]
+        numbers, flags = (*problem[:3], *config[:5]), (*config[5:], problem.e4m3_inputs)
         if any(type(value) is not int or not 0 < value < 2**31 for value in numbers):
             raise ValueError(f"{config} of {problem}: positive integers are expected")
         if type(problem.scale_columns) is not int:
@@ -243,8 +247,7 @@ Found = TypeVar("Found")
 
 def lookup(table: Mapping[GemmProblem, Found], problem: GemmProblem) -> Found | None:
     """What a table has for a problem, or for all norms and epilogues of its shape."""
-    found = table.get(problem)
-    return found if found is not None else table.get(problem._replace(norm=None, epilogue=None))
+    return table.get(problem) or table.get(problem._replace(norm=None, epilogue=None))
 
 
 def read_table(path: Path) -> dict[str, Any]:

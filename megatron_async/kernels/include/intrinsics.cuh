@@ -326,6 +326,34 @@ __device__ __forceinline__ void wgmma(float (&d)[COLUMNS / 2], u32 (&a)[4], u32 
     WGMMA_OF_REGISTERS(64, REGISTERS_32, 32, 33, 34, 35, 36, SUMS_32);
   }
 }
+#if X8
+#define WGMMA_E4M3(COLUMNS, REGISTERS, A, B, ADDS, SUMS)                       \
+  asm volatile(                                                               \
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADDS ", 0;\n"                 \
+      "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k32.f32.e4m3.e4m3 "        \
+      "{" REGISTERS "}, %" #A ", %" #B ", add, 1, 1;\n}"                      \
+      : SUMS                                                                  \
+      : "l"(a), "l"(b), "r"((u32)adds)                                        \
+      : "memory")
+// Four warps together: d[64 x COLUMNS] += a[64 x 32] b[COLUMNS x 32]^T, or without `adds` = that; e4m3 in
+// shared memory, fp32 out. Rows and registers are as above: 32 columns are as many bytes as 16 of bfloat16.
+template <int COLUMNS>
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[COLUMNS / 2], u32 a_at, u32 b_at, bool adds) {
+  const unsigned long long a = descriptor(a_at), b = descriptor(b_at);
+  if constexpr (COLUMNS == 8) {
+    WGMMA_E4M3(8, REGISTERS_4, 4, 5, 6, SUMS_4);
+  } else if constexpr (COLUMNS == 16) {
+    WGMMA_E4M3(16, REGISTERS_8, 8, 9, 10, SUMS_8);
+  } else if constexpr (COLUMNS == 32) {
+    WGMMA_E4M3(32, REGISTERS_16, 16, 17, 18, SUMS_16);
+  } else if constexpr (COLUMNS == 48) {
+    WGMMA_E4M3(48, REGISTERS_24, 24, 25, 26, SUMS_24);
+  } else {
+    static_assert(COLUMNS == 64, "columns");
+    WGMMA_E4M3(64, REGISTERS_32, 32, 33, 34, SUMS_32);
+  }
+}
+#endif
 __device__ __forceinline__ void keep(u32 (&a)[4]) {
   asm volatile("" ::"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]) : "memory");
 }
@@ -333,9 +361,10 @@ __device__ __forceinline__ void begin_wgmma() { asm volatile("wgmma.fence.sync.a
 __device__ __forceinline__ void end_wgmma() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-template <int COLUMNS>
+// Waits for all groups but the last `PENDING`; `d` are sums of one that has ended.
+template <int COLUMNS, int PENDING = 0>
 __device__ __forceinline__ void await_wgmma(float (&d)[COLUMNS / 2]) {
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 #pragma unroll
   for (int i = 0; i < COLUMNS / 2; i++) asm volatile("" : "+f"(d[i])::"memory");
 }

@@ -17,6 +17,8 @@
 //   W8        1: W is e4m3, a byte each, and weight_scale fp32 [N, K / SCALE_COLUMNS]; the product is that
 //             of each row and of each SCALE_COLUMNS columns, in fp32, times its scale. K of them: a scale
 //             for each row (of skinny_gemm_wgmma.cu always)
+//   X8        1: x is e4m3 too, with a scale fp32 [M] for each row, input_scale; of W8, NORM 0 and a scale
+//             for each row of W. Sums are multiplied by x's scale, and then by W's
 //   MIN_SHARED  bytes of shared memory to take at least: more than half keeps two CTAs of one GEMM off
 //             one SM while other SMs have none
 //
@@ -47,8 +49,15 @@
 #define SENDING
 #endif
 
+#ifndef X8
+#define X8 0
+#endif
 #if W8
+#if X8
+#define SCALING , const float* weight_scale, const float* input_scale
+#else
 #define SCALING , const float* weight_scale
+#endif
 #define STAGE_K 128                     // columns of K in a stage
 #define SCALES_ROWS (SCALE_COLUMNS == K)  // what the epilogue scales
 #else
@@ -72,7 +81,7 @@
 #define SCALE_LINES ((16 * TILES * 4 / (GATED ? 2 : 1) + 127) / 128)
 #define SCALES (EPILOGUE == 1 && STATS == 1)
 
-#define SCALE_AT MAINLOOP_BYTES         // mean and 1 / deviation of each row of x
+#define SCALE_AT MAINLOOP_BYTES         // mean and 1 / deviation of each row of x; X8: its scale
 #define STATS_AT (SCALE_AT + MT * 8 * 8)
 #define SENT_AT ((STATS_AT + (EPILOGUE == 1 ? OWN * 64 : 0) + 15) / 16 * 16)
 #define SENT_BYTES (CLUSTER > 1 ? OWN * CLUSTER * WK * 512 : 0)  // partial sums of own fragments
@@ -84,6 +93,7 @@ static_assert(FRAGMENTS % OWN == 0 && OWNERS <= CLUSTER, "every fragment has an 
 static_assert(TILES % STAT_TILES == 0 && OWN % STAT_TILES == 0, "statistics");
 static_assert(!PERSISTENT || (WK * SPLIT_K == 1 && EPILOGUE != 1), "a persistent CTA keeps its ring busy");
 static_assert(!SENDS || (EPILOGUE == 0 && N % 16 == 0), "what is sent");
+static_assert(!X8 || (SCALES_ROWS && NORM == 0), "x is multiplied as it is, and sums are scaled");
 static_assert(!WORKSPACE || WK == 1, "partial sums in the workspace are of whole CTAs");
 
 extern "C" __device__ const int shared_bytes = SHARED_BYTES > MIN_SHARED ? SHARED_BYTES : MIN_SHARED;

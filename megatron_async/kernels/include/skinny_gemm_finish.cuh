@@ -9,6 +9,9 @@
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       int column = min(n + j % 2 + j / 2 * (GATED ? N / 2 : 8), N - 1);
+#if X8
+      v[j] *= scale[m].y;
+#endif
 #if SCALES_ROWS
       v[j] *= weight_scale[column];
 #endif

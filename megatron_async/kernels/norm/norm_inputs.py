@@ -20,6 +20,7 @@ from megatron_async.kernels.gemm.e4m3_inputs import (
     store_row,
     tile_of,
 )
+from megatron_async.kernels.pdl import pdl_enter, uses_pdl
 
 
 @triton.jit
@@ -28,9 +29,11 @@ def _norm_inputs_kernel(
     numbers_ptr, scale_ptr, groups, width, eps,
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, HAS_X_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, CENTER: tl.constexpr, HAS_BIAS: tl.constexpr,
-    OFFSET: tl.constexpr, STATIC: tl.constexpr, NATIVE: tl.constexpr,
+    OFFSET: tl.constexpr, STATIC: tl.constexpr, NATIVE: tl.constexpr, HAS_OUT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One row. The sum is rounded before the statistics, which see what the next layer sees."""
+    pdl_enter(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = groups * width
     group, place = tl.arange(0, GROUPS)[:, None], tl.arange(0, WIDTH)[None, :]
@@ -52,7 +55,8 @@ def _norm_inputs_kernel(
     if HAS_BIAS:
         out += tl.load(bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
     rounded = out.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + at, rounded, mask=mask)
+    if HAS_OUT:
+        tl.store(out_ptr + at, rounded, mask=mask)
     x = tl.where(mask, rounded.to(tl.float32), 0.0)
     store_row(
         x, row, static_ptr, numbers_ptr, scale_ptr, groups, width, GROUPS, WIDTH, STATIC, NATIVE
@@ -95,7 +99,31 @@ def add_norm_inputs(
             numbers.view(torch.uint8), scale, groups, columns // groups, eps,
             HAS_X_BIAS=x_bias is not None and residual is not None,
             HAS_RESIDUAL=residual is not None, CENTER=center, HAS_BIAS=bias is not None,
-            OFFSET=offset, STATIC=static is not None, NATIVE=rounds_once(x.device),
-            **tile_of(columns, groups)[1],
+            OFFSET=offset, STATIC=static is not None, NATIVE=rounds_once(x.device), HAS_OUT=True,
+            PDL=False, **tile_of(columns, groups)[1],
         )  # fmt: skip
     return hidden, out, (numbers, scale)
+
+
+def norm_rows(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    numbers: Tensor,
+    scale: Tensor,
+    static: Tensor | None,
+    center: bool,
+) -> None:
+    """The norm of ``x [R, k]``, contiguous, as e4m3 with one scale a row, into ``numbers [R, k]``
+    and ``scale [R, 1]``: those of :func:`add_norm_inputs`; between kernels of a fused step."""
+    (rows, columns), pdl = x.shape, uses_pdl(x.device)
+    if rows:
+        _norm_inputs_kernel[(rows,)](
+            x, x, x, weight, weight if bias is None else bias, x, x,
+            scale if static is None else static, numbers.view(torch.uint8), scale, 1, columns, eps,
+            HAS_X_BIAS=False, HAS_RESIDUAL=False, CENTER=center, HAS_BIAS=bias is not None,
+            OFFSET=0.0, STATIC=static is not None, NATIVE=rounds_once(x.device), HAS_OUT=False,
+            PDL=pdl, **tile_of(columns, 1)[1], launch_pdl=pdl,
+        )  # fmt: skip

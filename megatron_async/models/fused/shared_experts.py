@@ -12,11 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_async.kernels.gemm.tile_config import padded
 from megatron_async.models.fused.blocks.gemms import SkinnyGemms, Work, missing
-from megatron_async.models.fused.blocks.kernel_parameters import epilogue_of, norm_of, scale_of
+from megatron_async.models.fused.blocks.kernel_parameters import epilogue_of, norm_of
+from megatron_async.models.fused.blocks.linears import ColumnParallel, RowParallel
 from megatron_async.models.fused.blocks.residual import LAYER, Norm, Residual
-from megatron_async.models.fused.blocks.row_parallel import RowParallel
 
 
 def linears_apart(mlp: Any) -> tuple[Any, ...]:
@@ -56,14 +55,10 @@ class SharedExperts:
         shared = layer.mlp.shared_experts
         epilogue = epilogue_of(shared, config)
         assert epilogue is not None
-        self._norm, self._kernels = norm_of(layer.pre_mlp_layernorm), gemms
-        self._fc1, number = shared.linear_fc1, layer.layer_number
-        self._scale = scale_of(self._fc1)
-        self._gemm = gemms.declare(
-            "shared fc1", self._fc1.weight, self._norm.kind, epilogue, number, self._scale
-        )
+        norm, number = norm_of(layer.pre_mlp_layernorm), layer.layer_number
+        self._fc1 = ColumnParallel("shared fc1", shared.linear_fc1, gemms, norm, epilogue, number)
         self._fc2 = RowParallel("shared fc2", shared.linear_fc2, gemms, where, None, number)
-        self._gemms = {"shared fc1": self._gemm, "shared fc2": self._fc2.gemm}
+        self._gemms = {"shared fc1": self._fc1.gemm, "shared fc2": self._fc2.gemm}
 
     def why_not(self, rows: int) -> str | None:
         """Why they do not run for padded ``rows``; None if they do."""
@@ -74,10 +69,7 @@ class SharedExperts:
         statistics of the stream."""
         rows = residual.hidden.shape[0]
         out = residual.workspace.buffer("shared activated", self._fc2.gemm.k)[:rows]
-        self._kernels.get(self._gemm, padded(rows))(
-            residual.input_of(self._norm), self._fc1.weight, out, norm=self._norm.parameters,
-            statistics=given, weight_scale=self._scale,
-        )  # fmt: skip
+        self._fc1(residual, given, out)
         return out
 
     def add(self, activated: Tensor, residual: Residual, reader: Norm | None) -> Tensor | None:
@@ -85,11 +77,11 @@ class SharedExperts:
         return self._fc2(activated, residual, reader)
 
     def statistic_rows(self, rows: int) -> int | None:
-        """See :class:`~.blocks.row_parallel.RowParallel`."""
+        """See :class:`~.blocks.linears.RowParallel`."""
         return self._fc2.statistic_rows(rows)
 
     def work(self, rows: int, reader: Norm | None) -> Iterator[Work]:
         """What is compiled for padded ``rows``."""
         if self.why_not(rows) is None:
-            yield self._kernels.work(self._gemm, rows)
+            yield from self._fc1.work(rows)
             yield from self._fc2.work(rows, reader)

@@ -120,9 +120,9 @@ def load_of(
     problem: GemmProblem, config: TileConfig, sm_count: int, limit: int = SHARED_BYTES
 ) -> Load:
     """What ``config`` asks of a GPU with ``sm_count`` SMs, whose CTAs have ``limit`` bytes."""
-    rows, n, k, _, _, scale_columns = problem
+    rows, n, k, _, _, scale_columns, e4m3_inputs = problem
     tiles, threads = config.ctas(n), 32 * _warps(config)
-    shared = config.shared_bytes(k, rows, scale_columns)
+    shared = config.shared_bytes(k, rows, scale_columns, e4m3_inputs)
     if alone_ctas(sm_count) <= tiles <= sm_count:
         shared = max(shared, ALONE_BYTES)
     most = min(limit // (shared + 1024), 2048 // threads)
@@ -141,7 +141,7 @@ def load_of(
     stage = 2048 * config.row_tiles * config.warps_n * config.warps_k
     return Load(
         weight=128 * share * config.weight_rows,
-        x=128 * share * row_groups(rows) * 8 * (2 if scale_columns else 1),
+        x=128 * share * row_groups(rows) * 8 * (2 if scale_columns and not e4m3_inputs else 1),
         tiles=tiles,
         fitting=fitting,
         resident=resident,
@@ -198,7 +198,7 @@ def _sm_us(config: TileConfig, load: Load, loop: Loop) -> tuple[float, float]:
     if load.waves == 1 and not config.persistent:
         # CTAs that start while the kernel in front still runs do not spread evenly.
         busiest += UNEVEN * math.sqrt(min(2, load.fitting - load.resident))
-    coming = load.resident * (load.ring - loop.lost * load.stage)
+    coming = load.resident * max(load.ring - loop.lost * load.stage, load.stage / 4)
     rate = coming / (loop.latency + coming * (1 + load.x / load.weight) / loop.sm)
     readers = -(-config.row_tiles // 4) if config.tma else config.warps_n
     read = load.weight + load.x * readers
@@ -247,6 +247,8 @@ def ranked(
         for shape in shapes
         for config in _built(problem, shape, sm_count, limit)
     }
+    if not costs and problem.e4m3_inputs and tma:
+        costs = {config: -config.ctas(problem.n) for config in _small(problem, limit)}
     return tuple(sorted(costs, key=costs.__getitem__))
 
 
@@ -294,6 +296,14 @@ def _tma_shapes(problem: GemmProblem, sm_count: int) -> Iterator[TileConfig]:
         yield shape._replace(persistent=tiles > 4 * sm_count)
 
 
+def _small(problem: GemmProblem, limit: int) -> Iterator[TileConfig]:
+    """wgmma configs of weights that do not fill the GPU."""
+    for row_tiles, split_k in itertools.product((4, 2, 1), (1, 2, 4)):
+        config = TileConfig(row_tiles, 1, 1, split_k, 2, stream_x=True, tma=True)
+        if config.can_serve(problem, limit):
+            yield config
+
+
 def _is_filling(tiles: int, splits: int, sm_count: int) -> bool:
     if tiles > 4 * sm_count:
         return splits == 1  # they persist
@@ -324,14 +334,15 @@ def _deepest(
     """The config with most stages of which ``resident`` CTAs have room on an SM; None if there is
     none."""
     k, rows, scale_columns = problem.k, problem.rows, problem.scale_columns
+    format_ = scale_columns, problem.e4m3_inputs
     room = limit if resident == 1 else limit // resident - 1024
-    least = shape.shared_bytes(k, rows, scale_columns)
+    least = shape.shared_bytes(k, rows, *format_)
     if least > room:
         return None
-    of_two = shape._replace(stages=4).shared_bytes(k, rows, scale_columns) - least
+    of_two = shape._replace(stages=4).shared_bytes(k, rows, *format_) - least
     units = k // stage_columns(scale_columns) // (shape.split_k * shape.warps_k)
     stages = min(_MOST_STAGES, max(2, units), 3 + 2 * (room - least) // of_two)
-    while shape._replace(stages=stages).shared_bytes(k, rows, scale_columns) > room:
+    while shape._replace(stages=stages).shared_bytes(k, rows, *format_) > room:
         stages -= 1
     config = shape._replace(stages=stages)
     return config if config.can_serve(problem, limit) else None

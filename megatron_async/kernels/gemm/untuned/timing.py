@@ -60,7 +60,7 @@ class TimedGemm:
     """
 
     def __init__(self, problem: GemmProblem, reader: int, memory: Tensor) -> None:
-        rows, n, k, norm, epilogue, columns = problem
+        rows, n, k, norm, epilogue, columns, e4m3_inputs = problem
         assert norm is not None and epilogue is not None
         self.problem, self._reader, self._device = problem, reader, memory.device
         of = {"device": memory.device, "dtype": torch.bfloat16}
@@ -70,6 +70,9 @@ class TimedGemm:
         self.x = torch.randn(rows, k, generator=draw, **of)  # type: ignore[call-overload]
         self.out = torch.zeros(rows, n // 2 if epilogue == SILU_GATE else n, **of)  # type: ignore[call-overload]
         self._given: dict[str, object] = {}
+        if e4m3_inputs:
+            self.x = self.x.to(torch.float8_e4m3fn)
+            self._given["input_scale"] = torch.ones(rows, device=memory.device)
         if columns:
             self._given["weight_scale"] = torch.ones(n, k // columns, device=memory.device)
         if norm != NO_NORM:
@@ -92,12 +95,13 @@ class TimedGemm:
             ConfigError: it does not compile.
             RuntimeError: it is not launched.
         """
-        rows, n, k, norm, epilogue, columns = self.problem
+        rows, n, k, norm, epilogue, columns, e4m3_inputs = self.problem
         assert norm is not None and epilogue is not None
         statistics = norm_statistics(self.problem, self._reader)
         gemm = SkinnyGemm(
-            n, k, rows, norm, epilogue, statistics, config, self._device, scale_columns=columns
-        )
+            n, k, rows, norm, epilogue, statistics, config, self._device, scale_columns=columns,
+            e4m3_inputs=e4m3_inputs,
+        )  # fmt: skip
         given = dict(self._given)
         if epilogue == ADD:
             tiles = n // gemm.statistic_rows

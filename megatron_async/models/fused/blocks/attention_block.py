@@ -22,10 +22,10 @@ from megatron_async.kernels.attention.decode_attention import DecodeAttentions, 
 from megatron_async.kernels.attention.e4m3_cache import E4M3
 from megatron_async.kernels.gemm.tile_config import STORE, padded
 from megatron_async.models.fused.blocks.gemms import SkinnyGemms, Work, missing
-from megatron_async.models.fused.blocks.kernel_parameters import norm_kind, norm_of, scale_of
+from megatron_async.models.fused.blocks.kernel_parameters import norm_kind, norm_of
+from megatron_async.models.fused.blocks.linears import ColumnParallel, RowParallel
 from megatron_async.models.fused.blocks.rank_sums import RankSums
 from megatron_async.models.fused.blocks.residual import HALF, Norm, Step
-from megatron_async.models.fused.blocks.row_parallel import RowParallel
 
 logger = logging.getLogger(__name__)
 
@@ -67,16 +67,14 @@ class AttentionBlock:
         self._head_norms: tuple[Tensor | None, Tensor | None, float] = (None, None, 0.0)
         if norm_kind(q_norm) is not None:
             self._head_norms = (q_norm.weight, k_norm.weight, q_norm.eps)
-        self._qkv = attention.linear_qkv
-        self._qkv_scale = scale_of(self._qkv)
         self._kernels, self._attentions = gemms, attentions
-        self._qkv_gemm = gemms.declare(
-            "qkv", self._qkv.weight, self.norm.kind, STORE, layer.layer_number, self._qkv_scale
+        self._qkv = ColumnParallel(
+            "qkv", attention.linear_qkv, gemms, self.norm, STORE, layer.layer_number
         )
         self._projection = RowParallel(
             "projection", attention.linear_proj, gemms, where, sums, layer.layer_number
         )
-        self._gemms = {"qkv": self._qkv_gemm, "projection": self._projection.gemm}
+        self._gemms = {"qkv": self._qkv.gemm, "projection": self._projection.gemm}
 
     def why_not(self, rows: int, context: Any) -> str | None:
         """Why it does not run for padded ``rows`` in such a context; None if it does."""
@@ -95,12 +93,9 @@ class AttentionBlock:
         residual, context = step.residual, step.context
         rows = residual.hidden.shape[0]
         buffer = residual.workspace.buffer
-        qkv = buffer("qkv", self._qkv_gemm.n)[:rows]
+        qkv = buffer("qkv", self._qkv.gemm.n)[:rows]
         attended = buffer("attended", self._heads * self._head_dim)[:rows]
-        self._kernels.get(self._qkv_gemm, padded(rows))(
-            residual.input_of(self.norm), self._qkv.weight, qkv, bias=self._qkv.bias,
-            norm=self.norm.parameters, statistics=given, weight_scale=self._qkv_scale,
-        )  # fmt: skip
+        self._qkv(residual, given, qkv)
         q_weight, k_weight, eps = self._head_norms
         window = context.window
         if window is None or rows % window or self._unsupported(context, window) is not None:
@@ -144,7 +139,7 @@ class AttentionBlock:
         else:
             _log_no_windows(reason)
         if missing(self._gemms, most) is None:
-            yield self._kernels.work(self._qkv_gemm, most)
+            yield from self._qkv.work(most)
             yield from self._projection.work(most, reader)
 
     def _unsupported(self, context: Any, window: int = 1) -> str | None:

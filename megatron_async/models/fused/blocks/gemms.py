@@ -27,6 +27,10 @@ from megatron_async.kernels.shared_memory import block_limit
 Work = tuple[str, dict[str, int]]
 """A kernel's source, and its macros."""
 
+LEAST_E4M3_ROWS = 17
+"""Rows from which on a linear layer that quantizes its input multiplies e4m3 by e4m3. With fewer its
+weight is widened, which costs less there than a kernel that quantizes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
@@ -42,6 +46,7 @@ class Gemm:
         sm_count: SMs of the GPU.
         limit: bytes of shared memory that a CTA may have.
         scale_columns: 0 for bfloat16 weights; of e4m3 weights, columns that share a scale.
+        quantizes: its layer quantizes its input, see :meth:`reads_e4m3`.
     """
 
     n: int
@@ -54,25 +59,38 @@ class Gemm:
     sm_count: int = field(kw_only=True)
     limit: int = field(default=SHARED_BYTES, kw_only=True)
     scale_columns: int = field(default=0, kw_only=True)
+    quantizes: bool = field(default=False, kw_only=True)
+
+    def reads_e4m3(self, rows: int) -> bool:
+        """Whether it multiplies padded ``rows`` in e4m3, which are normed already."""
+        if not self.quantizes or rows < LEAST_E4M3_ROWS or self.scale_columns != self.k:
+            return False
+        return self._tiling_of(self._e4m3_case(rows)) is not None
 
     def case(self, rows: int) -> GemmProblem:
         """The problem for padded ``rows``."""
+        if self.reads_e4m3(rows):
+            return self._e4m3_case(rows)
         return GemmProblem(rows, self.n, self.k, self.norm, self.epilogue, self.scale_columns)
+
+    def _e4m3_case(self, rows: int) -> GemmProblem:
+        return GemmProblem(rows, self.n, self.k, NO_NORM, self.epilogue, self.scale_columns, True)
 
     def tiling(self, rows: int) -> TileConfig | None:
         """Its tile config for padded ``rows``; None if there is none."""
-        if self.fixed is not None:
+        return self._tiling_of(self.case(rows))
+
+    def _tiling_of(self, case: GemmProblem) -> TileConfig | None:
+        if self.fixed is not None and (self.fixed.tma or not case.e4m3_inputs):
             return self.fixed
-        found = lookup(self.found, self.case(rows))
-        if (
-            found is not None
-            and found.tma <= self.tma
-            and found.can_serve(self.case(rows), self.limit)
-        ):
+        found = lookup(self.found, case)
+        if found is not None and found.tma <= self.tma and found.can_serve(case, self.limit):
             return found
+        rows, n, k, norm, epilogue, scale_columns, e4m3_inputs = case
+        assert norm is not None and epilogue is not None
         return choose(
-            self.n, self.k, rows, self.norm, self.epilogue, self.tma,
-            sm_count=self.sm_count, limit=self.limit, scale_columns=self.scale_columns,
+            n, k, rows, norm, epilogue, self.tma, sm_count=self.sm_count, limit=self.limit,
+            scale_columns=scale_columns, e4m3_inputs=e4m3_inputs,
         )  # fmt: skip
 
 
@@ -105,11 +123,13 @@ class SkinnyGemms:
         epilogue: int,
         layer: int | None = None,
         weight_scale: torch.Tensor | None = None,
+        quantizes: bool = False,
     ) -> Gemm:
         """The GEMM with ``weight`` ``[n, k]``, by which role it has in which layer.
 
         Args:
             weight_scale: of an e4m3 weight, fp32 ``[n, groups]``; None for bfloat16.
+            quantizes: its layer quantizes its input.
         """
         n, k = weight.shape
         gemm = Gemm(
@@ -123,6 +143,7 @@ class SkinnyGemms:
             sm_count=self.sm_count,
             limit=self.limit,
             scale_columns=0 if weight_scale is None else k // weight_scale.shape[1],
+            quantizes=quantizes,
         )
         if (name, gemm) not in self._names:
             taken = name in self._names.values()
@@ -157,10 +178,11 @@ class SkinnyGemms:
         key = gemm, rows, statistics_for(gemm, reader), sends is not None
         if key not in self._kernels:
             tiling = gemm.tiling(rows)
-            assert tiling is not None
+            case = gemm.case(rows)
+            assert tiling is not None and case.norm is not None
             self._kernels[key] = SkinnyGemm(
-                gemm.n, gemm.k, rows, gemm.norm, gemm.epilogue, key[2], tiling, self._device, sends,
-                gemm.scale_columns,
+                gemm.n, gemm.k, rows, case.norm, gemm.epilogue, key[2], tiling, self._device, sends,
+                gemm.scale_columns, case.e4m3_inputs,
             )  # fmt: skip
         return self._kernels[key]
 
@@ -197,8 +219,9 @@ def statistics_for(gemm: Gemm, reader: int) -> int:
 
 def defines_of(gemm: Gemm, rows: int, reader: int, tiling: TileConfig) -> dict[str, int]:
     """Macros of its kernel for padded ``rows`` with a tile config."""
-    statistics = statistics_for(gemm, reader)
+    statistics, case = statistics_for(gemm, reader), gemm.case(rows)
+    assert case.norm is not None
     return defines(
-        gemm.n, gemm.k, rows, gemm.norm, gemm.epilogue, statistics, tiling, gemm.sm_count,
-        gemm.limit, gemm.scale_columns,
+        gemm.n, gemm.k, rows, case.norm, gemm.epilogue, statistics, tiling, gemm.sm_count,
+        gemm.limit, gemm.scale_columns, case.e4m3_inputs,
     )  # fmt: skip

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megatron_async.kernels.gemm.tile_config import STORE, padded
 from megatron_async.models.fused.blocks.gemms import SkinnyGemms, Work, missing
-from megatron_async.models.fused.blocks.kernel_parameters import norm_of, scale_of
+from megatron_async.models.fused.blocks.kernel_parameters import norm_of
+from megatron_async.models.fused.blocks.linears import ColumnParallel, RowParallel
 from megatron_async.models.fused.blocks.residual import Norm, Step
-from megatron_async.models.fused.blocks.row_parallel import RowParallel
 from megatron_async.models.mamba.states import kernels_of, layer_states, step_rows
 
 
@@ -33,15 +33,10 @@ class MambaBlock:
     def __init__(self, layer: Any, gemms: SkinnyGemms, where: int) -> None:
         self._mixer = mixer = layer.mixer
         self.norm: Norm = norm_of(layer.norm)
-        self._kernels = gemms
-        self._in_proj = mixer.in_proj
-        self._in_scale = scale_of(self._in_proj)
         number = layer.layer_number
-        self._in_gemm = gemms.declare(
-            "in_proj", self._in_proj.weight, self.norm.kind, STORE, number, self._in_scale
-        )
+        self._in_proj = ColumnParallel("in_proj", mixer.in_proj, gemms, self.norm, STORE, number)
         self._out_proj = RowParallel("out_proj", mixer.out_proj, gemms, where, None, number)
-        self._gemms = {"in_proj": self._in_gemm, "out_proj": self._out_proj.gemm}
+        self._gemms = {"in_proj": self._in_proj.gemm, "out_proj": self._out_proj.gemm}
 
     def why_not(self, rows: int, context: Any) -> str | None:
         """Why it does not run for padded ``rows``; None if it does."""
@@ -51,11 +46,8 @@ class MambaBlock:
         """Add the layer's mixer to the residual stream, see :class:`~.attention_block`."""
         residual, context, parameters = step.residual, step.context, self._mixer.parameters_between
         rows = residual.hidden.shape[0]
-        projected = residual.workspace.buffer("projected", self._in_gemm.n)[:rows]
-        self._kernels.get(self._in_gemm, padded(rows))(
-            residual.input_of(self.norm), self._in_proj.weight, projected, bias=self._in_proj.bias,
-            norm=self.norm.parameters, statistics=given, weight_scale=self._in_scale,
-        )  # fmt: skip
+        projected = residual.workspace.buffer("projected", self._in_proj.gemm.n)[:rows]
+        self._in_proj(residual, given, projected)
         kernels = kernels_of(parameters, context)
         assert kernels is not None
         mixed = kernels.mixed(rows)
@@ -69,5 +61,5 @@ class MambaBlock:
         """What is compiled for ``rows`` tokens; the mixer's kernel comes with the first of them."""
         most = padded(rows)
         if missing(self._gemms, most) is None:
-            yield self._kernels.work(self._in_gemm, most)
+            yield from self._in_proj.work(most)
             yield from self._out_proj.work(most, reader)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from megatron_async.kernels.gemm.tile_config import padded
 from megatron_async.models.fused.blocks.gemms import SkinnyGemms, Work, missing
-from megatron_async.models.fused.blocks.kernel_parameters import epilogue_of, norm_of, scale_of
+from megatron_async.models.fused.blocks.kernel_parameters import epilogue_of, norm_of
+from megatron_async.models.fused.blocks.linears import ColumnParallel, RowParallel
 from megatron_async.models.fused.blocks.rank_sums import RankSums
 from megatron_async.models.fused.blocks.residual import LAYER, Norm, Step
-from megatron_async.models.fused.blocks.row_parallel import RowParallel
 
 
 class MlpBlock:
@@ -40,14 +40,10 @@ class MlpBlock:
         epilogue = epilogue_of(mlp, config)
         assert epilogue is not None
         self.norm: Norm = norm_of(layer.pre_mlp_layernorm)
-        self._fc1, self._kernels = mlp.linear_fc1, gemms
-        self._fc1_scale = scale_of(self._fc1)
         number = layer.layer_number
-        self._fc1_gemm = gemms.declare(
-            "fc1", self._fc1.weight, self.norm.kind, epilogue, number, self._fc1_scale
-        )
+        self._fc1 = ColumnParallel("fc1", mlp.linear_fc1, gemms, self.norm, epilogue, number)
         self._fc2 = RowParallel("fc2", mlp.linear_fc2, gemms, where, sums, number)
-        self._gemms = {"fc1": self._fc1_gemm, "fc2": self._fc2.gemm}
+        self._gemms = {"fc1": self._fc1.gemm, "fc2": self._fc2.gemm}
 
     def why_not(self, rows: int, context: Any) -> str | None:
         """Why it does not run for padded ``rows``; None if it does."""
@@ -59,10 +55,7 @@ class MlpBlock:
         residual = step.residual
         rows = residual.hidden.shape[0]
         activated = residual.workspace.buffer("activated", self._fc2.gemm.k)[:rows]
-        self._kernels.get(self._fc1_gemm, padded(rows))(
-            residual.input_of(self.norm), self._fc1.weight, activated, bias=self._fc1.bias,
-            norm=self.norm.parameters, statistics=given, weight_scale=self._fc1_scale,
-        )  # fmt: skip
+        self._fc1(residual, given, activated)
         return self._fc2(activated, residual, reader)
 
     def statistic_rows(self, rows: int) -> int | None:
@@ -73,5 +66,5 @@ class MlpBlock:
         """What is compiled for ``rows`` tokens."""
         most = padded(rows)
         if missing(self._gemms, most) is None:
-            yield self._kernels.work(self._fc1_gemm, most)
+            yield from self._fc1.work(most)
             yield from self._fc2.work(most, reader)

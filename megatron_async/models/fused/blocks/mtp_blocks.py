@@ -18,6 +18,7 @@ from megatron_async.kernels.gemm.tile_config import ADD, MAX_ROWS, NO_NORM, STOR
 from megatron_async.models.fused.blocks.gemms import Gemm, SkinnyGemms, Work, missing
 from megatron_async.models.fused.blocks.kernel_parameters import norm_of, output_weight, scale_of
 from megatron_async.models.fused.blocks.residual import LAYER, Norm, Step
+from megatron_async.models.fused.quantized_rows import quantized_rows, quantizes
 
 NORM_IN_GEMM = True
 """The norm of a layer's output has no kernel of its own where the last tokens of all rows lie one
@@ -56,13 +57,16 @@ class ProjectionBlock:
     scratch: ClassVar[frozenset[str]] = frozenset({"_nothing"})
 
     def __init__(self, layer: Any, model: Any, gemms: SkinnyGemms, number: int) -> None:
+        self._linear = layer.eh_proj
         self._weight: Tensor = layer.eh_proj.weight
         self._scale = scale_of(layer.eh_proj)
         self._enorm, self._hnorm = _parameters(layer.enorm), _parameters(layer.hnorm)
         self._embedding = model.embedding
         self._has_positions = model.position_embedding_type == "learned_absolute"
         self._kernels = gemms
-        self._gemm = gemms.declare("eh_proj", self._weight, NO_NORM, ADD, number, self._scale)
+        self._gemm = gemms.declare(
+            "eh_proj", self._weight, NO_NORM, ADD, number, self._scale, quantizes(self._linear)
+        )
         with torch.inference_mode(False):
             self._nothing = torch.zeros(
                 MAX_ROWS, self._gemm.n, dtype=torch.bfloat16, device=self._weight.device
@@ -88,13 +92,15 @@ class ProjectionBlock:
         """Begin the residual stream; returns the statistics for the reader."""
         residual, hidden = step.residual, step.residual.hidden
         rows = len(hidden)
-        x = self.input_of(step)
+        x, scale = self.input_of(step), None
+        if self._gemm.reads_e4m3(padded(rows)):
+            x, scale = quantized_rows(self._linear, x, residual.workspace)
         kernel = self._kernels.get(self._gemm, padded(rows), _kind(reader))
         statistics = residual.statistics(LAYER, kernel.statistic_rows)
         kernel(
             x, self._weight, hidden, residual=self._nothing[:rows],
             scaled=residual.scaled_for(reader), statistics_out=statistics,
-            weight_scale=self._scale,
+            weight_scale=self._scale, input_scale=scale,
         )  # fmt: skip
         return statistics if reader is not None else None
 

@@ -49,12 +49,13 @@ class Workspace:
     its input never meets the writer of the next ones.
     """
 
-    scratch: ClassVar[frozenset[str]] = frozenset({"_buffers", "_statistics"})
+    scratch: ClassVar[frozenset[str]] = frozenset({"_buffers", "_quantized", "_statistics"})
 
     def __init__(self, hidden_size: int, device: torch.device) -> None:
         self._device = device
         self._hidden_size = hidden_size
         self._buffers: dict[tuple[str, int], Tensor] = {}
+        self._quantized: dict[int, tuple[Tensor, Tensor]] = {}
         count = MAX_ROWS * hidden_size // FINEST_TILE * 2
         with torch.inference_mode(False):
             self._statistics = [torch.empty(count, device=device) for _ in (LAYER, HALF)]
@@ -68,6 +69,18 @@ class Workspace:
                     MAX_ROWS, width, dtype=torch.bfloat16, device=self._device
                 )
         return self._buffers[key]
+
+    def quantized(self, rows: int, width: int) -> tuple[Tensor, Tensor]:
+        """E4m3 ``[rows, width]`` and fp32 ``[rows, 1]``, the same for all that ask for the width:
+        what is written is read by the next kernel alone."""
+        if width not in self._quantized:
+            with torch.inference_mode(False):
+                self._quantized[width] = (
+                    torch.empty(MAX_ROWS, width, dtype=torch.float8_e4m3fn, device=self._device),
+                    torch.empty(MAX_ROWS, 1, device=self._device),
+                )
+        numbers, scale = self._quantized[width]
+        return numbers[:rows], scale[:rows]
 
     def residual(self, rows: int) -> Residual:
         """The residual stream of ``rows`` rows."""

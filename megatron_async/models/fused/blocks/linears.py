@@ -1,8 +1,12 @@
-"""The row-parallel GEMM at the end of a block, and what makes its output the residual stream.
+"""The linear layers of a block: the column-parallel GEMM at its beginning, which norms the residual
+stream, and the row-parallel one at its end, whose output becomes the stream.
 
-One rank: the GEMM's epilogue adds bias and residual and emits the statistics. Several ranks, each
-with a share of K: the GEMM stores the partial sums of its rank. What adds them up over the ranks
-(``rank_sums.py``) adds bias and residual, too, and emits the statistics.
+A layer that quantizes its input has it quantized by a kernel of its own in front of either, where
+the GEMM reads e4m3 (:meth:`~.gemms.Gemm.reads_e4m3`).
+
+One rank: the epilogue of the row-parallel GEMM adds bias and residual and emits the statistics.
+Several ranks, each with a share of K: the GEMM stores the partial sums of its rank. What adds them
+up over the ranks (``rank_sums.py``) adds bias and residual, too, and emits the statistics.
 """
 
 from __future__ import annotations
@@ -17,6 +21,51 @@ from megatron_async.models.fused.blocks.gemms import SkinnyGemms, Work
 from megatron_async.models.fused.blocks.kernel_parameters import scale_of
 from megatron_async.models.fused.blocks.rank_sums import RankSums
 from megatron_async.models.fused.blocks.residual import Norm, Residual
+from megatron_async.models.fused.quantized_rows import (
+    quantized_rows,
+    quantized_stream,
+    quantizes,
+)
+
+
+class ColumnParallel:
+    """``out = epilogue(norm(hidden) W^T + bias)``.
+
+    Args:
+        name, layer: the GEMM's role, and whose it is.
+        linear: has the weight ``[n, hidden size]``, and the bias.
+        norm: of the residual stream.
+        epilogue: see ``kernels/gemm/tile_config.py``.
+    """
+
+    def __init__(
+        self, name: str, linear: Any, gemms: SkinnyGemms, norm: Norm, epilogue: int, layer: int
+    ) -> None:
+        self._linear, self._kernels, self._norm = linear, gemms, norm
+        self._scale = scale_of(linear)
+        self.gemm = gemms.declare(
+            name, linear.weight, norm.kind, epilogue, layer, self._scale, quantizes(linear)
+        )
+
+    def __call__(self, residual: Residual, given: Tensor | None, out: Tensor) -> None:
+        """Fill bfloat16 ``out``, of as many rows as the stream, whose statistics are ``given``."""
+        linear, norm, rows = self._linear, self._norm, padded(residual.hidden.shape[0])
+        kernel = self._kernels.get(self.gemm, rows)
+        if self.gemm.reads_e4m3(rows):
+            numbers, scale = quantized_stream(linear, norm, residual)
+            kernel(
+                numbers, linear.weight, out, bias=linear.bias, weight_scale=self._scale,
+                input_scale=scale,
+            )  # fmt: skip
+            return
+        kernel(
+            residual.input_of(norm), linear.weight, out, bias=linear.bias, norm=norm.parameters,
+            statistics=given, weight_scale=self._scale,
+        )  # fmt: skip
+
+    def work(self, rows: int) -> Iterator[Work]:
+        """What is compiled for padded ``rows``."""
+        yield self._kernels.work(self.gemm, rows)
 
 
 class RowParallel:
@@ -41,23 +90,27 @@ class RowParallel:
         self._linear, self._kernels, self._where = linear, gemms, where
         self._sums, self._scale = sums, scale_of(linear)
         epilogue = ADD if sums is None else STORE
-        self.gemm = gemms.declare(name, linear.weight, NO_NORM, epilogue, layer, self._scale)
+        self.gemm = gemms.declare(
+            name, linear.weight, NO_NORM, epilogue, layer, self._scale, quantizes(linear)
+        )
 
     def __call__(self, x: Tensor, residual: Residual, reader: Norm | None) -> Tensor | None:
         """``x`` is bfloat16 ``[R, k]``; returns the statistics for the reader."""
         rows, hidden = x.shape[0], residual.hidden
         sends = None if self._sums is None else self._sums.sending(padded(rows))
         kernel = self._kernels.get(self.gemm, padded(rows), _kind(reader), sends)
-        weight, bias = self._linear.weight, self._linear.bias
+        weight, bias, scale = self._linear.weight, self._linear.bias, None
+        if self.gemm.reads_e4m3(padded(rows)):
+            x, scale = quantized_rows(self._linear, x, residual.workspace)
         if self._sums is None:
             statistics = residual.statistics(self._where, kernel.statistic_rows)
             kernel(
                 x, weight, hidden, bias=bias, residual=hidden, scaled=residual.scaled_for(reader),
-                statistics_out=statistics, weight_scale=self._scale,
+                statistics_out=statistics, weight_scale=self._scale, input_scale=scale,
             )  # fmt: skip
             return statistics if reader is not None else None
         partial = self._sums.partial(residual) if sends is None else None
-        kernel(x, weight, partial, weight_scale=self._scale)
+        kernel(x, weight, partial, weight_scale=self._scale, input_scale=scale)
         return self._sums.add(partial, bias, residual, reader, self._where)
 
     def statistic_rows(self, rows: int) -> int | None:
