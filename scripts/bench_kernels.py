@@ -2,6 +2,7 @@
 
     python scripts/bench_kernels.py
     python scripts/bench_kernels.py --e4m3
+    python scripts/bench_kernels.py --e4m3 --e4m3-inputs
     python scripts/bench_kernels.py --e4m3-cache
     python scripts/bench_kernels.py --sinks
     git archive HEAD~1 megatron_async/kernels | tar -x -C FOLDER
@@ -15,7 +16,8 @@ the logits: 0 where sums are taken in the same order; above 2e-2 the exit status
 
 ``--e4m3`` times skinny GEMMs with e4m3 weights, a scale for each row and for 128 columns, beside
 those with bfloat16 weights, and ``--tries`` other tile configs for each. ``error`` is against the
-reference.
+reference. ``--e4m3-inputs`` adds those whose inputs are e4m3 too, for 32 rows and more, the kernels
+that quantize, and cuBLAS's products of e4m3.
 
 ``--e4m3-cache`` times a decode step's attention over an e4m3 KV cache beside one in bfloat16, and
 ``--sinks`` that of GPT-OSS's layers with their sinks and windows.
@@ -40,6 +42,8 @@ from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import rope_append
 from megatron_async.kernels.attention.e4m3_cache import E4M3
 from megatron_async.kernels.gemm import batch_invariant_triton as gemm
+from megatron_async.kernels.gemm import scaled_e4m3
+from megatron_async.kernels.gemm.e4m3_inputs import quantize_inputs, quantize_rows
 from megatron_async.kernels.gemm.skinny_gemm import SkinnyGemm, scaled_product, statistics_of
 from megatron_async.kernels.gemm.tile_choice import balanced, find
 from megatron_async.kernels.gemm.tile_config import (
@@ -51,9 +55,12 @@ from megatron_async.kernels.gemm.tile_config import (
     GemmProblem,
     TileConfig,
 )
+from megatron_async.kernels.gemm.untuned.ranking import short_ranking
+from megatron_async.kernels.norm.norm_inputs import norm_rows
 from megatron_async.kernels.shared_memory import block_limit
 from megatron_async.models.description.kv_cache_spec import KVCacheSpec
 from megatron_async.models.description.shapes import SHAPES
+from megatron_async.models.fused.blocks.gemms import LEAST_E4M3_ROWS
 from megatron_async.models.fused.timed_step import ERROR_LIMIT, Rig, Step, in_turns
 from megatron_async.runner.memory.attention_metadata import AttentionMetadata
 from megatron_async.runner.memory.cache_attention import CacheAttention
@@ -186,15 +193,16 @@ class SkinnyCall:
     """A skinny GEMM as a decode step calls it; call i takes weight i of several."""
 
     def __init__(self, problem: GemmProblem, config: TileConfig, device: torch.device) -> None:
-        rows, n, k, norm, epilogue, columns = problem
+        rows, n, k, norm, epilogue, columns, e4m3_inputs = problem
         assert norm is not None and epilogue is not None
         self.problem, self.config = problem, config
         self.byte_count = float(n * k * (1 if columns else 2))
         if columns:
             self.byte_count += 4 * n * (k // columns)
         self.kernel = SkinnyGemm(
-            n, k, rows, norm, epilogue, RMS_NORM, config, device, scale_columns=columns
-        )
+            n, k, rows, norm, epilogue, RMS_NORM, config, device, scale_columns=columns,
+            e4m3_inputs=e4m3_inputs,
+        )  # fmt: skip
         count = copies(self.byte_count)
         self.x = torch.randn(rows, k, device=device, dtype=torch.bfloat16)
         self.weights = torch.randn(count, n, k, device=device, dtype=torch.bfloat16)
@@ -205,6 +213,11 @@ class SkinnyCall:
         width = n // 2 if epilogue == SILU_GATE else n
         self.out = torch.zeros(rows, width, device=device, dtype=torch.bfloat16)
         self._given: dict[str, object] = {}
+        self._inputs = self.x
+        if e4m3_inputs:
+            self._inputs, scale = quantize_inputs(self.x, 1)
+            self._given["input_scale"] = scale
+            self.x = self._inputs.float() * scale
         if norm == RMS_NORM:
             unit = torch.ones(k, device=device, dtype=torch.bfloat16)
             self._given = {
@@ -223,7 +236,7 @@ class SkinnyCall:
         """Launch it, and return where the output goes."""
         i = number % len(self.weights)
         scale = None if self.scales is None else self.scales[i]
-        self.kernel(self.x, self.weights[i], self.out, weight_scale=scale, **self._given)
+        self.kernel(self._inputs, self.weights[i], self.out, weight_scale=scale, **self._given)
         return self.out
 
     def error(self) -> float:
@@ -241,8 +254,46 @@ class SkinnyCall:
         return float((self(0).float() - y).norm() / y.norm())
 
 
-def bench_e4m3(tries: int) -> float:
-    """Skinny GEMMs with weights in bfloat16 and in e4m3; the largest error."""
+def formats(n: int, k: int, rows: int, norm: int, inputs: bool) -> dict[str, tuple[int, int, bool]]:
+    """By what is printed: the norm in the GEMM, columns that share a scale, inputs in e4m3."""
+    found = {"bf16": (norm, 0, False), "e4m3 by row": (norm, k, False)}
+    found["e4m3 by 128"] = norm, 128, False
+    if inputs and rows >= LEAST_E4M3_ROWS:
+        found["e4m3 by row and token"] = NO_NORM, k, True
+    return found
+
+
+def bench_products(n: int, k: int, rows: int, label: str) -> None:
+    """What is around a product of e4m3: cuBLAS's with scales by row and with one, and the kernels
+    that quantize rows and normed rows."""
+    weights = torch.randn(copies(n * k), n, k, device="cuda", dtype=torch.bfloat16).to(E4M3)
+    w_scale = torch.rand(n, 1, device="cuda")
+    x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+    numbers, scale = quantize_inputs(x, 1)
+    unit = torch.ones(k, device="cuda", dtype=torch.bfloat16)
+
+    def product(most: int) -> Callable[[int], object]:
+        return lambda i: scaled_e4m3.multiply_by_library(
+            numbers, scale, weights[i % len(weights)], w_scale, torch.bfloat16, one_scale=most > 0
+        )
+
+    def quantize(i: int) -> object:
+        return quantize_rows(x, numbers, scale, None)
+
+    def norm(i: int) -> object:
+        return norm_rows(
+            x, unit, None, 1e-5, numbers=numbers, scale=scale, static=None, center=False
+        )
+
+    calls = {"cuBLAS by row": product(0), "cuBLAS, one scale, then scales": product(1)}
+    calls |= {"quantize": quantize, "norm and quantize": norm}
+    for name, call in calls.items():
+        print(f"{label}, {name}: {microseconds(call):.2f} us", flush=True)
+
+
+def bench_e4m3(tries: int, inputs: bool) -> float:
+    """Skinny GEMMs with weights in bfloat16 and in e4m3, with ``inputs`` in e4m3 too; the largest
+    error."""
     device = torch.device("cuda", torch.cuda.current_device())
     bandwidth, worst = copy_bandwidth(device), 0.0
     sizes = {"sm_count": cuda.sm_count(device.index), "limit": block_limit(device)}
@@ -250,14 +301,18 @@ def bench_e4m3(tries: int) -> float:
     print("skinny GEMMs: model, (N K) rows, weights: us, TB/s, share of copying, error, config")
     for model, shapes in SKINNY_GEMMS.items():
         for (n, k, norm, epilogue), rows in itertools.product(shapes, SKINNY_ROWS):
-            for name, columns in (("bf16", 0), ("e4m3 by row", k), ("e4m3 by 128", 128)):
-                problem = GemmProblem(rows, n, k, norm, epilogue, columns)
+            if inputs:
+                bench_products(n, k, rows, f"  {model}, ({n} {k}) {rows}")
+            for name, (normed, *format_) in formats(n, k, rows, norm, inputs).items():
+                problem = GemmProblem(rows, n, k, normed, epilogue, *format_)
                 label = f"  {model}, ({n} {k}) {rows}, {name}"
                 entry = find(problem, tma, **sizes)
                 if entry is None:
                     print(f"{label}: no kernel", flush=True)
                     continue
                 tried = balanced(problem, tries, tma=tma, **sizes)
+                if problem.e4m3_inputs:
+                    tried = short_ranking(problem, tries, tma=tma, **sizes)
                 for config in dict.fromkeys([entry.config, *tried]):
                     call = SkinnyCall(problem, config, device)
                     error, us = call.error(), microseconds(call)
@@ -367,6 +422,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
     add("--e4m3", action="store_true", help="skinny GEMMs with e4m3 weights")
+    add("--e4m3-inputs", action="store_true", help="with --e4m3: inputs in e4m3 too")
     add("--e4m3-cache", action="store_true", help="attention over an e4m3 KV cache")
     add("--sinks", action="store_true", help="attention of GPT-OSS's layers")
     add("--tries", type=int, default=0, metavar="N", help="other tile configs with --e4m3")
@@ -379,7 +435,7 @@ def main() -> int:
     add("--replays", type=int, default=20, help="steps of each mean")
     args = parser.parse_args()
     if args.e4m3:
-        return int(not bench_e4m3(args.tries) < ERROR_LIMIT)
+        return int(not bench_e4m3(args.tries, args.e4m3_inputs) < ERROR_LIMIT)
     if args.e4m3_cache:
         return int(not bench_e4m3_cache() < ERROR_LIMIT)
     if args.sinks:

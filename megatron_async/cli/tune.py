@@ -54,6 +54,8 @@ def add_command(commands: Any) -> None:
     group.add_argument("--device", metavar="NAME", help="default: the first GPU")
     said = "fp8: GEMMs whose weights are e4m3, with a scale for each row (default: bfloat16)"
     group.add_argument("--quantization", choices=("fp8",), help=said)
+    said = "with it, GEMMs of 17 rows and more whose inputs are e4m3 too"
+    group.add_argument("--quantize-activations", action="store_true", help=said)
     said = "ranks, of one of which the shapes are measured, on one GPU (default: 1)"
     name = "--tensor-model-parallel-size"
     group.add_argument(name, type=integer(1), default=1, metavar="N", help=said)
@@ -101,6 +103,8 @@ def run(args: argparse.Namespace) -> int:
         )
     keeps = not (args.dry_run or args.exhaustive)
     most = MAX_ROWS if args.quantization else ANY_SHAPE_ROWS
+    if args.quantize_activations and not args.quantization:
+        raise ConfigError("--quantize-activations is for --quantization fp8; add it")
     if max(args.batch_sizes) > most and keeps:
         limits = f"between 1 and {most}; more only with --dry-run"
         raise ConfigError(f"--batch-sizes must be {limits}")
@@ -145,6 +149,7 @@ def run(args: argparse.Namespace) -> int:
         rows.append([size, *times, len(better)])
     layers = first_layers(config, min(args.layers, config.num_layers)).num_layers
     weights = "weights in e4m3" if args.quantization else "bfloat16"
+    weights += ", and inputs" if args.quantize_activations else ""
     print(f"{gpu}, {layers} layers and the output layer, {weights}")
     print(format_table(["batch", "before-us", "after-us", "less", "GEMMs changed"], rows))
     if path is None:
@@ -189,7 +194,10 @@ def _tune(
     sizes = {"layers": args.layers, "context": args.context, "replays": args.replays}
     quantize, rig = args.quantization is not None, None
     try:
-        rig = Rig(config, size, **sizes, device=device, quantize=quantize)
+        rig = Rig(
+            config, size, **sizes, device=device, quantize=quantize,
+            quantize_activations=args.quantize_activations,
+        )  # fmt: skip
         end = time.monotonic() + args.seconds
         search = tuning.Search(rig, end, report if args.exhaustive or args.dry_run else None)
         if args.exhaustive:

@@ -1,9 +1,10 @@
 """Products of e4m3 by e4m3 with scales by row, or by row and group of columns.
 
-Scales by row: cuBLAS's kernel (``torch._scaled_mm``). Scales of groups, and results that may not
-depend on the number of rows: a Triton kernel, whose sums leave the tensor cores for fp32 registers
-every 128 columns or with each group, since Hopper's add e4m3 up in fewer bits (DeepSeek-V3,
-arXiv:2412.19437, 3.3.2). The reference is ``models/quantized/inputs.py``.
+Scales by row: cuBLAS's kernel (``torch._scaled_mm``); with few results its faster one of a scale
+for all, and a kernel that multiplies the sums in fp32 by both scales. Scales of groups, and results
+that may not depend on the number of rows: a Triton kernel, whose sums leave the tensor cores for
+fp32 registers every 128 columns or with each group, since Hopper's add e4m3 up in fewer bits
+(DeepSeek-V3, arXiv:2412.19437, 3.3.2). The reference is ``models/quantized/inputs.py``.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from megatron_async.kernels.fitting import launch_fitting
 from megatron_async.kernels.gemm.batch_invariant_triton import GROUP_M, Tile
+from megatron_async.kernels.pdl import pdl_enter, uses_pdl
 from megatron_async.kernels.shared_memory import block_limit, first_that_fits, loop_buffers
 
 DEPTH = 128
@@ -28,6 +30,11 @@ LEAST_DEPTH = 32
 FAST_ACCUMULATION = False
 """cuBLAS adds all columns up in the tensor cores' fewer bits. Measure before it is turned on
 (``scripts/bench_prefill.py --products``)."""
+ONE_SCALE_ROWS, ONE_SCALE_RESULTS = 256, 2**20
+"""Most rows, and most results, that cuBLAS adds up without scales: with more, writing sums in fp32
+and reading them again costs more than its kernel for scales by row loses. By times of cuBLAS alone,
+on an H200."""
+SCALE_BLOCK, SCALE_WARPS = 1024, 4
 FEW_ROWS = Tile(64, 128, DEPTH, num_warps=4, num_stages=4)
 MANY_ROWS = Tile(128, 128, DEPTH, num_warps=8, num_stages=4)
 
@@ -76,6 +83,32 @@ def _scaled_kernel(
     out_ptrs = out_ptr + m.to(tl.int64)[:, None] * columns + n[None, :]
     mask = in_rows[:, None] & in_columns[None, :]
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _apply_scales_kernel(
+    sums_ptr, x_scale_ptr, w_scale_ptr, out_ptr, columns, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    pdl_enter(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < columns
+    sums = tl.load(sums_ptr + row * columns + column, mask=mask, other=0.0)
+    sums *= tl.load(x_scale_ptr + row)
+    sums *= tl.load(w_scale_ptr + column, mask=mask, other=0.0)
+    tl.store(out_ptr + row * columns + column, sums.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def apply_scales(sums: Tensor, scale: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Fp32 ``sums [rows, n]`` times ``scale [rows, 1]`` and ``weight_scale [n, 1]``, rounded to
+    ``dtype`` once."""
+    (rows, columns), pdl = sums.shape, uses_pdl(sums.device)
+    out = torch.empty(rows, columns, dtype=dtype, device=sums.device)
+    _apply_scales_kernel[(rows, triton.cdiv(columns, SCALE_BLOCK))](
+        sums, scale, weight_scale, out, columns, BLOCK=SCALE_BLOCK, PDL=pdl,
+        num_warps=SCALE_WARPS, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
 
 
 def takes(columns: int, groups: int) -> bool:
@@ -142,10 +175,8 @@ def multiply(
     if not rows:
         return torch.empty(shape, dtype=dtype, device=numbers.device)
     if tile is None and not by_row and library_takes(weight, groups, dtype):
-        out = torch._scaled_mm(
-            flat, weight.t(), scales, weight_scale.t(), out_dtype=dtype,
-            use_fast_accum=FAST_ACCUMULATION,
-        )  # fmt: skip
+        one_scale = rows <= ONE_SCALE_ROWS and rows * columns <= ONE_SCALE_RESULTS
+        out = multiply_by_library(flat, scales, weight, weight_scale, dtype, one_scale=one_scale)
         return out.view(shape)
     out = torch.empty(rows, columns, dtype=dtype, device=numbers.device)
     width = 0 if groups == 1 else depth // groups
@@ -164,6 +195,33 @@ def multiply(
 
     launch_fitting("product of e4m3", tile, _smaller, launch)
     return out.view(shape)
+
+
+def multiply_by_library(
+    numbers: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    dtype: torch.dtype,
+    *,
+    one_scale: bool,
+) -> Tensor:
+    """:func:`multiply` of ``numbers [rows, k]`` with scales by row, by cuBLAS; with ``one_scale``
+    it adds products up as they are, in fp32, and a kernel multiplies the sums by both scales."""
+    scales, out_dtype = (scale, weight_scale.t()), dtype
+    if one_scale:
+        one = _one(numbers.device)
+        scales, out_dtype = (one, one), torch.float32
+    out = torch._scaled_mm(
+        numbers, weight.t(), *scales, out_dtype=out_dtype, use_fast_accum=FAST_ACCUMULATION
+    )
+    return apply_scales(out, scale, weight_scale, dtype) if one_scale else out
+
+
+@functools.cache
+def _one(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.ones((), device=device)
 
 
 def _smaller(tile: Tile) -> Iterator[Tile]:

@@ -239,7 +239,7 @@ def test_large_bfloat16_weights_take_what_is_ranked_first(
 ) -> None:
     entry = find(problem, sm_count=SMS)
     assert entry is not None and entry.source == "heuristic"
-    rows, n, k, norm, epilogue, columns = problem
+    rows, n, k, norm, epilogue, columns, _ = problem
     assert norm is not None and epilogue is not None
     by_rank = ranked(problem, tma=True, sm_count=SMS)[0]
     estimate = heuristic_config(n, k, rows, norm, epilogue, sm_count=SMS, scale_columns=columns)

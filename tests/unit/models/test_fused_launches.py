@@ -65,7 +65,7 @@ class Recorder:
 
     def _gemm(
         self, n: int, k: int, rows: int, norm: int, epilogue: int, statistics: int, tiling: Any,
-        device: Any, sends: Any = None, scale_columns: int = 0,
+        device: Any, sends: Any = None, scale_columns: int = 0, e4m3_inputs: bool = False,
     ) -> Any:  # fmt: skip
         built = n, k, rows, norm, epilogue, statistics, scale_columns
 

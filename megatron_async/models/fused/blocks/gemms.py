@@ -28,8 +28,8 @@ Work = tuple[str, dict[str, int]]
 """A kernel's source, and its macros."""
 
 LEAST_E4M3_ROWS = 17
-"""Rows from which on a linear layer that quantizes its input multiplies e4m3 by e4m3. With fewer its
-weight is widened, which costs less there than a kernel that quantizes."""
+"""Rows from which on a linear layer that quantizes its input multiplies e4m3 by e4m3. With fewer
+its weight is widened, which costs less there than a kernel that quantizes."""
 
 
 @dataclass(frozen=True, slots=True)
