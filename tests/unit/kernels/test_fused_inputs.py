@@ -25,7 +25,7 @@ from tests.unit.models.test_batch_invariant import MODELS, Rig
 if HAS_TRITON:
     from megatron_async.kernels.gemm import e4m3_inputs
     from megatron_async.kernels.norm.add_norm import add_norm, add_norm_reference
-    from megatron_async.kernels.norm.norm_inputs import add_norm_inputs
+    from megatron_async.kernels.norm.norm_inputs import add_norm_inputs, norm_rows
     from megatron_async.kernels.norm.swiglu import swiglu
     from megatron_async.kernels.norm.swiglu_inputs import swiglu_inputs
     from megatron_async.models.quantized import feeds, fused_inputs
@@ -93,6 +93,33 @@ def test_swiglu_quantizes_what_it_would_give(
         on_cpu = None if given is None else given.cpu()
         check_same((numbers, scale), inputs.quantize_inputs(swiglu(x).cpu(), groups, on_cpu))
         assert numbers[1, 2].isnan().any() and not numbers[:1].float().isnan().any()
+
+
+@on_devices
+@pytest.mark.parametrize("static", (False, True))
+@pytest.mark.parametrize("columns", (96, 256))
+def test_rows_of_a_fused_step_are_quantized_as_elsewhere(
+    device: str, columns: int, static: bool
+) -> None:
+    """Into memory that stays, alone and behind either norm; rows behind them stay as they are."""
+    given = torch.tensor([0.02], device=device) if static else None
+    x = draw(5, columns, dtype=torch.bfloat16, device=device)
+    x[1], x[2, 3] = 0, float("nan")
+    weight, bias = x[0].flip(0) * 0.3, x[3] * 0.1
+    numbers = torch.full((6, columns), 7.0, device=device).to(torch.float8_e4m3fn)
+    scale = torch.full((6, 1), 7.0, device=device)
+    kept = numbers[:5], scale[:5]
+    e4m3_inputs.quantize_rows(x, *kept, given)
+    check_same(kept, inputs.Inputs(*(e.cpu() for e in e4m3_inputs.quantize_inputs(x, 1, given))))
+    for of_bias, center in ((None, False), (bias, True)):
+        norm_rows(
+            x, weight, of_bias, 1e-5, numbers=kept[0], scale=kept[1], static=given, center=center
+        )
+        meant = add_norm_inputs(
+            x, None, weight, of_bias, 1e-5, groups=1, static=given, center=center
+        )[2]
+        check_same(kept, inputs.Inputs(*(each.cpu() for each in meant)))
+    assert (numbers[5].float() == 7).all() and scale[5] == 7
 
 
 def quantized_rig(
@@ -207,12 +234,23 @@ def test_kernels_compile_for_hopper(groups: int, monkeypatch: pytest.MonkeyPatch
     from megatron_async.kernels.norm import norm_inputs
     from megatron_async.kernels.norm import swiglu_inputs as of_swiglu
 
-    for module in (norm_inputs, of_swiglu):
+    for module in (norm_inputs, of_swiglu, e4m3_inputs):
         monkeypatch.setattr(module, "rounds_once", lambda device: True)
+    for module in (norm_inputs, e4m3_inputs):
+        monkeypatch.setattr(module, "uses_pdl", lambda device: True)
     x, weight = empty(300, 4096, dtype=torch.bfloat16), empty(4096, dtype=torch.bfloat16)
     with compiling_for(HOPPER) as kernels:
         add_norm_inputs(x, x, weight, None, 1e-5, groups=groups)
         swiglu_inputs(empty(300, 2 * 14336, dtype=torch.bfloat16), 14336 // (4096 // groups))
-    assert len(kernels) == 2
+        rows = empty(64, 4096, dtype=torch.float8_e4m3fn), empty(64, 1, dtype=torch.float32)
+        e4m3_inputs.quantize_rows(x[:64], *rows, None)
+        norm_rows(
+            x[:64], weight, None, 1e-5, numbers=rows[0], scale=rows[1], static=None, center=False
+        )
+    assert len(kernels) == 4
+    for kernel in kernels[2:]:
+        waits = kernel.ptx.index("griddepcontrol.wait")
+        assert waits < kernel.ptx.index("griddepcontrol.launch_dependents")
+        assert waits < kernel.ptx.index("ld.global")
     for kernel in kernels:
         assert "cvt.rn.satfinite.e4m3x2.f32" in kernel.ptx and kernel.shared <= 8192

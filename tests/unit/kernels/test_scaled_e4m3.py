@@ -188,7 +188,9 @@ def test_the_library_is_given_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(scaled_e4m3, "_has_scales_by_row", lambda device: True)
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     monkeypatch.setattr(scaled_e4m3, "launch_fitting", lambda *given: called.append("Triton"))
-    for rows in (1, 7):
+    monkeypatch.setattr(scaled_e4m3, "apply_scales", lambda sums, *given: sums.to(given[2]))
+    monkeypatch.setattr(scaled_e4m3, "ONE_SCALE_ROWS", 7)
+    for rows in (1, 7, 8):
         x, x_scale, w, w_scale = factors(rows, 48, 256, 1)
         given = (x[None], x_scale[None], w, w_scale)
         for dtype, by_row, meant in (
@@ -198,6 +200,49 @@ def test_the_library_is_given_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> 
             found = scaled_e4m3.multiply(*given, dtype, by_row=by_row)
             assert found.shape == (1, rows, 48) and found.dtype == dtype
             assert called.pop() == meant and not called
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "one_scale"),
+    [
+        (65, 6144, True), (128, 4096, True), (256, 4096, True), (65, 28672, False),
+        (256, 6144, False), (257, 16, False),
+    ],
+)  # fmt: skip
+def test_few_results_are_added_up_without_scales(
+    rows: int, n: int, one_scale: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[bool] = []
+
+    def by_library(x: Tensor, *given: Any, one_scale: bool) -> Tensor:
+        taken.append(one_scale)
+        return x.new_empty(len(x), n, dtype=torch.bfloat16)
+
+    monkeypatch.setattr(scaled_e4m3, "library_takes", lambda *given: True)
+    monkeypatch.setattr(scaled_e4m3, "multiply_by_library", by_library)
+    x, w = (torch.empty(count, 16, dtype=E4M3, device="meta") for count in (rows, n))
+    scales = torch.empty(rows, 1, device="meta"), torch.empty(n, 1, device="meta")
+    scaled_e4m3.multiply(x, scales[0], w, scales[1], torch.bfloat16)
+    assert taken == [one_scale]
+
+
+@on_devices
+@pytest.mark.parametrize("case", ((5, 48, 256, 1), (70, 1040, 128, 1)))
+def test_sums_of_the_library_are_multiplied_by_both_scales(
+    device: str, case: tuple[int, int, int, int]
+) -> None:
+    """Sums of the library in fp32, with a scale for all, and the kernel behind it."""
+    torch.manual_seed(0)
+    given = factors(*case, device)
+    found = scaled_e4m3.multiply_by_library(*given, torch.bfloat16, one_scale=True)
+    check_product(found, given, torch.bfloat16)
+    if device == "cuda":
+        by_row = scaled_e4m3.multiply_by_library(*given, torch.bfloat16, one_scale=False)
+        check_product(by_row, given, torch.bfloat16)
+    given[0].view(torch.uint8)[3, 7] = 0x7F
+    given[1][4] = float("nan")
+    found = scaled_e4m3.multiply_by_library(*given, torch.bfloat16, one_scale=True)
+    assert found[3:5].isnan().all() and found[[0, 1, 2]].isfinite().all()
 
 
 def test_layers_go_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
