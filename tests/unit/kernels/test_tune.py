@@ -344,6 +344,40 @@ def test_a_dry_run_prints_lines_of_the_table_and_keeps_nothing(
 
 
 @pytest.mark.usefixtures("gpu")
+def test_inputs_in_e4m3_are_tuned_apart(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Quantized(FewProducts):
+        def __init__(
+            self, config: Any, rows: int, *, quantize: bool, quantize_activations: bool, **_: Any
+        ) -> None:
+            super().__init__(config, rows)
+            assert quantize and quantize_activations
+            self.gemms = {
+                n: replace(g, scale_columns=g.k, quantizes=True) for n, g in self.gemms.items()
+            }
+
+        def step_us(self, configs: dict[str, TileConfig]) -> float:
+            return sum(10.0 + config.stages for config in configs.values())
+
+    monkeypatch.setattr(timed_step, "Rig", Quantized)
+    command = ["tune", "--shape", "llama8b", "--batch-sizes", "16,32", "--quantize-activations"]
+    assert main(command) == 2
+    assert "add it" in capsys.readouterr().err
+    assert main([*command, "--quantization", "fp8"]) == 0
+    assert "weights in e4m3, and inputs" in capsys.readouterr().out
+    found = {problem: config for problem, config in load_tuned("A GPU").items()}
+    assert {(p.rows, p.e4m3_inputs) for p in found} == {(16, False), (32, True)}
+    made = Quantized(None, 32, quantize=True, quantize_activations=True).gemms.values()
+    changed = [gemm for gemm in made if gemm.case(32) in found]
+    assert changed
+    for gemm in changed:
+        own = replace(gemm, found=found)
+        assert own.tiling(32) == found[own.case(32)] != gemm.tiling(32)
+        assert found[own.case(32)].tma and own.reads_e4m3(32)
+
+
+@pytest.mark.usefixtures("gpu")
 def test_weights_in_e4m3_are_tuned_apart(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
