@@ -77,3 +77,17 @@ def test_times_are_of_one_launch() -> None:
     timed = TimedGemm(problem, NO_NORM, memory)
     assert len(timed.weights) * timing.weight_bytes(problem) >= timing.ROUND_BYTES
     assert 1.0 < timed.time_us(TileConfig(1, 8, 1, 6, 5)) < 1000.0
+
+
+@on_both("epilogue", gpu=[(STORE,), (ADD,)], small=[(STORE,)])
+def test_inputs_in_e4m3_meet_weights_that_are_numbers(
+    device: torch.device, epilogue: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = GemmProblem(32, 128, 256, NO_NORM, epilogue, 256, True)
+    monkeypatch.setattr(timing, "ROUND_BYTES", 2 * timing.weight_bytes(problem))
+    timed = TimedGemm(problem, RMS_NORM, random_weights(bytes_needed(problem), device))
+    timed.launcher(TileConfig(4, 1, 1, 2, 2, stream_x=True, tma=True))(1)
+    weight, ones = timed.weights[1], torch.ones(128, 1, device=device)
+    assert weight.float().isfinite().all()
+    wanted = scaled_product(timed.x.double(), weight, ones)
+    assert relative_error(timed.out, wanted) < LIMIT
