@@ -33,12 +33,14 @@ def _norm_inputs_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One row. The sum is rounded before the statistics, which see what the next layer sees."""
-    pdl_enter(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = groups * width
     group, place = tl.arange(0, GROUPS)[:, None], tl.arange(0, WIDTH)[None, :]
     mask = (group < groups) & (place < width)
     column = group * width + place
+    if PDL:  # it comes from memory while the kernel in front still runs
+        weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
+    pdl_enter(PDL)
     at = row * columns + column
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     if HAS_X_BIAS:
@@ -51,7 +53,9 @@ def _norm_inputs_kernel(
     if CENTER:
         x = tl.where(mask, x - tl.sum(tl.sum(x, 1), 0) / columns, 0.0)
     out = x * (1.0 / tl.sqrt(tl.sum(tl.sum(x * x, 1), 0) / columns + eps))
-    out *= tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32) + OFFSET
+    if not PDL:
+        weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
+    out *= weight.to(tl.float32) + OFFSET
     if HAS_BIAS:
         out += tl.load(bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
     rounded = out.to(out_ptr.dtype.element_ty)
