@@ -20,6 +20,7 @@ from megatron_async.kernels.gemm.skinny_gemm import (
     SkinnyGemm,
     WgmmaArguments,
     WgmmaE4m3Arguments,
+    WgmmaInputsArguments,
 )
 from megatron_async.kernels.gemm.tile_config import NO_NORM, RMS_NORM, STORE, TileConfig
 from megatron_async.kernels.moe.row import PackedRowScales, RowArguments, RowScales
@@ -68,6 +69,7 @@ def parameters_of(
     *,
     sends: bool = False,
     e4m3: bool = False,
+    inputs: bool = False,
     scale: str = "float",
     sinks: bool = False,
 ) -> list[Parameter]:
@@ -75,7 +77,8 @@ def parameters_of(
     pattern = rf'extern "C" __global__.*?\b{kernel}\((.*?)\) \{{'
     (text,) = re.findall(pattern, cuda.own_text(kernel), re.DOTALL)
     found: list[Parameter] = []
-    scaling = "".join(f", const {scale}* {name}" for name in SCALING.get(kernel, ()))
+    names = (*SCALING.get(kernel, ()), *(("input_scale",) if inputs else ()))
+    scaling = "".join(f", const {scale}* {name}" for name in names)
     text = text.replace(" SCALING", scaling if e4m3 else "")
     text = text.replace(" SCALES", ", const float* scales" if e4m3 else "")
     text = text.replace(" SINK_LOGITS", ", const u16* sinks" if sinks else "")
@@ -122,6 +125,15 @@ def test_gemms_with_e4m3_weights_have_their_scales_behind_the_others(sends: bool
     ):
         found = [field for each in (record, *further) for field in fields(each)]
         assert found == parameters_of(kernel, sends=sends, e4m3=True)
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_gemms_with_e4m3_inputs_have_their_scales_behind_those_of_weights(sends: bool) -> None:
+    further = (SendingArguments, Peers) if sends else ()
+    found = [field for each in (WgmmaInputsArguments, *further) for field in fields(each)]
+    assert found == parameters_of("skinny_gemm_wgmma", sends=sends, e4m3=True, inputs=True)
+    text = (cuda.SOURCES / "include" / "skinny_gemm.cuh").read_text()
+    assert "#define SCALING , const float* weight_scale, const float* input_scale\n" in text
 
 
 def test_experts_in_e4m3_have_their_scales_behind_the_others() -> None:

@@ -123,6 +123,8 @@ def straight_lines(model: Any, rows: int, capacity: int, per_tile: int) -> list[
         built = n, k, most, normed, epilogue, norm, columns
         if n != model.vocab_size:
             options["weight_scale"] = scale(given[1])
+        if epilogue == ADD:
+            options["input_scale"] = None
         calls.append(("gemm", built, {**dict(zip("012", given, strict=True)), **options}))
 
     at = "decoder.layers.{}."
