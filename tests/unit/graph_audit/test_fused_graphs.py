@@ -143,13 +143,13 @@ def test_a_descriptor_of_freed_memory_is_named(
 
 def with_padded_weight(block: MlpBlock, change: Callable[[Tensor], Tensor]) -> None:
     """The block keeps a copy of its weight in a form of its own."""
-    linear = block._fc1
+    linear = block._fc1._linear
     block._padded = change(linear.weight)  # type: ignore[attr-defined]
 
     class Linear:
         weight, bias = block._padded, linear.bias  # type: ignore[attr-defined]
 
-    block._fc1 = Linear
+    block._fc1._linear = Linear
 
 
 def test_a_weight_that_a_block_keeps_in_a_form_of_its_own_must_be_declared(launched: bool) -> None:
