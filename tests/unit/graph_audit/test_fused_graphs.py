@@ -22,11 +22,15 @@ from megatron_async.kernels.launch_watch import watch
 from megatron_async.models.fused import where
 from megatron_async.models.fused.blocks.mlp_block import MlpBlock
 from megatron_async.models.gpt_network import GPTNetwork
+from megatron_async.models.quantized.activations import linears_in_e4m3
+from megatron_async.models.quantized.linear import weight_of
 from megatron_async.models.served import ServedModel
 from tests.support import emulator
 from tests.support.audited import model_of, state_of, tokens
 from tests.support.decode_rig import bfloat16_model, small
-from tests.support.engines import config_at
+from tests.support.decode_rig import state_of as state_of_parameters
+from tests.support.engines import config_at, greedy
+from tests.unit.models.test_fused_e4m3_inputs import quantized_model
 
 FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
 
@@ -61,11 +65,13 @@ def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return by_tma
 
 
-def fused_engine(drafts: int = 0) -> DynamicInferenceEngine:
+def fused_engine(
+    drafts: int = 0, made: Any = None, values: Mapping[str, int] | None = None
+) -> DynamicInferenceEngine:
     config = replace(small("qwen3"), num_layers=1, mtp_num_layers=1 if drafts else 0)
-    network = GPTNetwork(bfloat16_model(config, torch.device("cpu")))
+    network = GPTNetwork(made or bfloat16_model(config, torch.device("cpu")))
     assert network.fused_decode_off is None
-    values = {"max_requests": 2, "block_count": 20, "block_size_tokens": 16}
+    values = {"max_requests": 2, "block_count": 20, "block_size_tokens": 16, **(values or {})}
     engine_config = config_at(
         1, max_sequence_length=64, num_speculative_tokens=drafts, audit_graphs=True, **values
     )
@@ -92,6 +98,25 @@ def test_all_weights_of_fused_blocks_are_seen_and_pass(launched: bool) -> None:
         engine.update_weights(state_of(engine))
         engine.reset()
         tokens(engine)
+        engine.audit_graphs()
+
+
+@pytest.mark.parametrize("launched", [True], indirect=True, ids=["TMA"])
+def test_rows_that_a_kernel_quantizes_are_scratch(launched: bool) -> None:
+    """Of steps of 20 rows, whose weights are e4m3."""
+    model = quantized_model("qwen3", torch.device("cpu"))
+    layers = linears_in_e4m3(model)
+    state = state_of_parameters(model)
+    state |= {f"{n}.weight": weight_of(layer, torch.bfloat16) for n, layer in layers.items()}
+    with fused_engine(made=model, values={"max_requests": 20, "block_count": 90}) as engine:
+        engine.generate([[5, 6, 7]] * 20, greedy(4))
+        held = {n for n in held_names(engine) if ".linear_" in n}
+        assert held == {f"{name}.weight" for name in layers}
+        network: Any = engine.model.network
+        assert network._fused._workspace._quantized.keys() == {128, 256}
+        engine.update_weights(state)
+        engine.reset()
+        engine.generate([[5, 6, 7]] * 20, greedy(4))
         engine.audit_graphs()
 
 
