@@ -43,7 +43,7 @@ from megatron_async.kernels.attention import rope_append
 from megatron_async.kernels.attention.e4m3_cache import E4M3
 from megatron_async.kernels.gemm import batch_invariant_triton as gemm
 from megatron_async.kernels.gemm import scaled_e4m3
-from megatron_async.kernels.gemm.e4m3_inputs import quantize_inputs, quantize_rows
+from megatron_async.kernels.gemm.e4m3_inputs import quantize_rows
 from megatron_async.kernels.gemm.skinny_gemm import SkinnyGemm, scaled_product, statistics_of
 from megatron_async.kernels.gemm.tile_choice import balanced, find
 from megatron_async.kernels.gemm.tile_config import (
@@ -62,6 +62,7 @@ from megatron_async.models.description.kv_cache_spec import KVCacheSpec
 from megatron_async.models.description.shapes import SHAPES
 from megatron_async.models.fused.blocks.gemms import LEAST_E4M3_ROWS
 from megatron_async.models.fused.timed_step import ERROR_LIMIT, Rig, Step, in_turns
+from megatron_async.models.quantized import inputs
 from megatron_async.runner.memory.attention_metadata import AttentionMetadata
 from megatron_async.runner.memory.cache_attention import CacheAttention
 from megatron_async.runner.memory.cache_sizes import CacheSizes
@@ -215,7 +216,7 @@ class SkinnyCall:
         self._given: dict[str, object] = {}
         self._inputs = self.x
         if e4m3_inputs:
-            self._inputs, scale = quantize_inputs(self.x, 1)
+            self._inputs, scale = inputs.quantize_inputs(self.x, 1)
             self._given["input_scale"] = scale
             self.x = self._inputs.float() * scale
         if norm == RMS_NORM:
@@ -254,11 +255,11 @@ class SkinnyCall:
         return float((self(0).float() - y).norm() / y.norm())
 
 
-def formats(n: int, k: int, rows: int, norm: int, inputs: bool) -> dict[str, tuple[int, int, bool]]:
+def formats(k: int, rows: int, norm: int, by_token: bool) -> dict[str, tuple[int, int, bool]]:
     """By what is printed: the norm in the GEMM, columns that share a scale, inputs in e4m3."""
     found = {"bf16": (norm, 0, False), "e4m3 by row": (norm, k, False)}
     found["e4m3 by 128"] = norm, 128, False
-    if inputs and rows >= LEAST_E4M3_ROWS:
+    if by_token and rows >= LEAST_E4M3_ROWS:
         found["e4m3 by row and token"] = NO_NORM, k, True
     return found
 
@@ -269,7 +270,7 @@ def bench_products(n: int, k: int, rows: int, label: str) -> None:
     weights = torch.randn(copies(n * k), n, k, device="cuda", dtype=torch.bfloat16).to(E4M3)
     w_scale = torch.rand(n, 1, device="cuda")
     x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
-    numbers, scale = quantize_inputs(x, 1)
+    numbers, scale = inputs.quantize_inputs(x, 1)
     unit = torch.ones(k, device="cuda", dtype=torch.bfloat16)
 
     def product(most: int) -> Callable[[int], object]:
@@ -291,9 +292,9 @@ def bench_products(n: int, k: int, rows: int, label: str) -> None:
         print(f"{label}, {name}: {microseconds(call):.2f} us", flush=True)
 
 
-def bench_e4m3(tries: int, inputs: bool) -> float:
-    """Skinny GEMMs with weights in bfloat16 and in e4m3, with ``inputs`` in e4m3 too; the largest
-    error."""
+def bench_e4m3(tries: int, by_token: bool) -> float:
+    """Skinny GEMMs with weights in bfloat16 and in e4m3, and with inputs in e4m3 ``by_token``; the
+    largest error."""
     device = torch.device("cuda", torch.cuda.current_device())
     bandwidth, worst = copy_bandwidth(device), 0.0
     sizes = {"sm_count": cuda.sm_count(device.index), "limit": block_limit(device)}
@@ -301,9 +302,9 @@ def bench_e4m3(tries: int, inputs: bool) -> float:
     print("skinny GEMMs: model, (N K) rows, weights: us, TB/s, share of copying, error, config")
     for model, shapes in SKINNY_GEMMS.items():
         for (n, k, norm, epilogue), rows in itertools.product(shapes, SKINNY_ROWS):
-            if inputs:
+            if by_token:
                 bench_products(n, k, rows, f"  {model}, ({n} {k}) {rows}")
-            for name, (normed, *format_) in formats(n, k, rows, norm, inputs).items():
+            for name, (normed, *format_) in formats(k, rows, norm, by_token).items():
                 problem = GemmProblem(rows, n, k, normed, epilogue, *format_)
                 label = f"  {model}, ({n} {k}) {rows}, {name}"
                 entry = find(problem, tma, **sizes)

@@ -100,6 +100,21 @@ def test_timed_gemms_compute_what_they_should(
     assert relative_error(other, first) > 0.1, "each call has a weight of its own"
 
 
+@on_both("epilogue", gpu=[(STORE,), (ADD,), (SILU_GATE,)], small=[(SILU_GATE,)])
+def test_timed_gemms_over_e4m3_compute_what_they_should(
+    device: torch.device, epilogue: int, script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "MOST_COPIES", 2)
+    formats = script.formats(256, 32, RMS_NORM, True)
+    assert formats.keys() - script.formats(256, 32, RMS_NORM, False) == {"e4m3 by row and token"}
+    assert formats.keys() - script.formats(256, 8, RMS_NORM, True) == {"e4m3 by row and token"}
+    norm, *format_ = formats["e4m3 by row and token"]
+    problem = GemmProblem(32, 128, 256, norm, epilogue, *format_)
+    assert problem.e4m3_inputs
+    call = script.SkinnyCall(problem, TileConfig(4, 1, 1, 2, 2, stream_x=True, tma=True), device)
+    assert call.error() < LIMIT
+
+
 class Rig:
     """Steps of the sources in ``times`` take what it says, a tenth more in the first round."""
 
