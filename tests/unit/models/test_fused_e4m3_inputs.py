@@ -12,12 +12,16 @@ from torch import Tensor
 
 from megatron_async import DynamicInferenceEngine, EngineConfig, SamplingParams
 from megatron_async.kernels import compile as cuda
+from megatron_async.kernels.drafting.mtp_input import DraftInput
 from megatron_async.kernels.gemm.tile_config import MAX_ROWS, NO_NORM, RMS_NORM, padded
 from megatron_async.models.build import build_model
 from megatron_async.models.fused import where
-from megatron_async.models.fused.blocks import gemms, linears
+from megatron_async.models.fused.blocks import gemms, linears, mtp_blocks
 from megatron_async.models.fused.decoder import FusedDecoder
+from megatron_async.models.fused.mtp import FusedMtp
+from megatron_async.models.fused.quantized_rows import quantized_rows
 from megatron_async.models.quantized.activations import linears_in_e4m3, quantize_activations
+from megatron_async.models.quantized.inputs import product_of
 from megatron_async.models.quantized.linear import keep, quantizable, quantize_in_place
 from tests.support import decode_rig, emulator
 from tests.support.cuda_kernels import device, on_both, on_gpu, relative_error
@@ -38,9 +42,11 @@ def _as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(decode_rig, "TOKENS", 1)
 
 
-def quantized_model(name: str, device: torch.device, static: float | None = None) -> Any:
+def quantized_model(
+    name: str, device: torch.device, static: float | None = None, **values: Any
+) -> Any:
     """One layer whose weights and inputs are e4m3, with a scale for each row, or one for all."""
-    config = replace(small(name), num_layers=1)
+    config = replace(small(name), num_layers=1, **values)
     plain = bfloat16_model(config, device)
     made = build_model(
         config, device=device, dtype=torch.bfloat16, initialize=False, may_be_quantized=True
@@ -122,6 +128,30 @@ def _counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
         monkeypatch.setattr(linears, name, counted)
     return seen
+
+
+def test_the_projection_of_a_layer_that_drafts_quantizes_its_input(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    emulator.install(monkeypatch)
+    cpu = torch.device("cpu")
+    model = quantized_model("llama", cpu, mtp_num_layers=1)
+    seen: list[Tensor] = []
+
+    def noted(linear: Any, x: Tensor, workspace: Any) -> tuple[Tensor, Tensor]:
+        seen.append(x.clone())
+        return quantized_rows(linear, x, workspace)
+
+    monkeypatch.setattr(mtp_blocks, "quantized_rows", noted)
+    for rows, count in ((ROWS, 1), (16, 0)):
+        tokens, nothing = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
+        hidden = torch.randn(rows, 1, model.config.hidden_size).bfloat16()
+        of = DraftInput(0, 0, tokens[:, None], nothing, hidden, nothing, nothing, hidden[:1])
+        found = FusedMtp(model, {}).project(of)
+        assert len(seen) == count and found.isfinite().all()
+        if count:
+            projection = model.mtp.layers[0].eh_proj
+            assert relative_error(found, product_of(projection, seen.pop()).double()) < 4e-3
 
 
 def test_which_rows_are_multiplied_in_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
