@@ -273,9 +273,9 @@ def bench_products(n: int, k: int, rows: int, label: str) -> None:
     numbers, scale = inputs.quantize_inputs(x, 1)
     unit = torch.ones(k, device="cuda", dtype=torch.bfloat16)
 
-    def product(most: int) -> Callable[[int], object]:
+    def product(unit: torch.Tensor | None) -> Callable[[int], object]:
         return lambda i: scaled_e4m3.multiply_by_library(
-            numbers, scale, weights[i % len(weights)], w_scale, torch.bfloat16, one_scale=most > 0
+            numbers, scale, weights[i % len(weights)], w_scale, torch.bfloat16, unit=unit
         )
 
     def quantize(i: int) -> object:
@@ -286,7 +286,8 @@ def bench_products(n: int, k: int, rows: int, label: str) -> None:
             x, unit, None, 1e-5, numbers=numbers, scale=scale, static=None, center=False
         )
 
-    calls = {"cuBLAS by row": product(0), "cuBLAS, one scale, then scales": product(1)}
+    one = torch.ones((), device="cuda")
+    calls = {"cuBLAS by row": product(None), "cuBLAS, one scale, then scales": product(one)}
     calls |= {"quantize": quantize, "norm and quantize": norm}
     for name, call in calls.items():
         print(f"{label}, {name}: {microseconds(call):.2f} us", flush=True)

@@ -153,6 +153,7 @@ def multiply(
     *,
     by_row: bool = False,
     tile: Tile | None = None,
+    unit: Tensor | None = None,
 ) -> Tensor:
     """``(numbers * scale) @ (weight * weight_scale).T``.
 
@@ -164,6 +165,7 @@ def multiply(
         dtype: of the result, a float.
         by_row: a row's bits depend on it alone, not on how many there are.
         tile: of the Triton kernel, which then multiplies; by default the one of these sizes.
+        unit: fp32 1, of the device, with which cuBLAS may add few results up without scales.
 
     Returns:
         ``[..., n]``; sums are rounded once.
@@ -175,8 +177,10 @@ def multiply(
     if not rows:
         return torch.empty(shape, dtype=dtype, device=numbers.device)
     if tile is None and not by_row and library_takes(weight, groups, dtype):
-        one_scale = rows <= ONE_SCALE_ROWS and rows * columns <= ONE_SCALE_RESULTS
-        out = multiply_by_library(flat, scales, weight, weight_scale, dtype, one_scale=one_scale)
+        by_unit = rows <= ONE_SCALE_ROWS and rows * columns <= ONE_SCALE_RESULTS
+        out = multiply_by_library(
+            flat, scales, weight, weight_scale, dtype, unit=unit if by_unit else None
+        )
         return out.view(shape)
     out = torch.empty(rows, columns, dtype=dtype, device=numbers.device)
     width = 0 if groups == 1 else depth // groups
@@ -204,24 +208,17 @@ def multiply_by_library(
     weight_scale: Tensor,
     dtype: torch.dtype,
     *,
-    one_scale: bool,
+    unit: Tensor | None,
 ) -> Tensor:
-    """:func:`multiply` of ``numbers [rows, k]`` with scales by row, by cuBLAS; with ``one_scale``
-    it adds products up as they are, in fp32, and a kernel multiplies the sums by both scales."""
+    """:func:`multiply` of ``numbers [rows, k]`` with scales by row, by cuBLAS; with a ``unit`` it
+    adds products up as they are, in fp32, and a kernel multiplies the sums by both scales."""
     scales, out_dtype = (scale, weight_scale.t()), dtype
-    if one_scale:
-        one = _one(numbers.device)
-        scales, out_dtype = (one, one), torch.float32
+    if unit is not None:
+        scales, out_dtype = (unit, unit), torch.float32
     out = torch._scaled_mm(
         numbers, weight.t(), *scales, out_dtype=out_dtype, use_fast_accum=FAST_ACCUMULATION
     )
-    return apply_scales(out, scale, weight_scale, dtype) if one_scale else out
-
-
-@functools.cache
-def _one(device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.ones((), device=device)
+    return out if unit is None else apply_scales(out, scale, weight_scale, dtype)
 
 
 def _smaller(tile: Tile) -> Iterator[Tile]:

@@ -48,6 +48,10 @@ def quantize_activations(model: Module, static: Mapping[str, Tensor] | None = No
         from megatron_async.models.quantized.feeds import link
 
         link(model)
+        with torch.inference_mode(False):
+            unit = torch.ones((), device=device)
+        for layer in layers.values():
+            layer.unit_scale = unit
 
 
 def linears_in_e4m3(model: Module) -> dict[str, Any]:

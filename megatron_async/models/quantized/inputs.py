@@ -106,5 +106,5 @@ def product_by_kernels(layer: Any, x: Tensor) -> Tensor:
         inputs = Inputs(*quantize(x, groups, layer.input_scale))
     if not scaled_e4m3.takes(columns, groups):
         return product(inputs, weight, weight_scale, dtype)
-    by_row = batch_invariant.is_on()
-    return scaled_e4m3.multiply(*inputs, weight, weight_scale, dtype, by_row=by_row)
+    by_row, unit = batch_invariant.is_on(), layer.unit_scale
+    return scaled_e4m3.multiply(*inputs, weight, weight_scale, dtype, by_row=by_row, unit=unit)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cache
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -135,13 +135,17 @@ class _Deferred:
     Attributes:
         quantizes_input: it multiplies e4m3 by e4m3.
         input_scale: fp32 ``[1]``, the scale of all inputs then; None chooses them by token.
+        unit_scale: fp32 1 for the kernels on a GPU, a constant.
     """
+
+    scratch: ClassVar[frozenset[str]] = frozenset({"unit_scale"})
 
     weight: Parameter
     weight_scale: Tensor
     weights_device: torch.device
     quantizes_input: bool = False
     input_scale: Tensor | None
+    unit_scale: Tensor | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -211,7 +211,7 @@ def test_numbers_are_taken_by_the_layer_that_they_are_made_for(
 
     taken: list[Tensor] = []
     monkeypatch.setattr(
-        scaled_e4m3, "multiply", lambda *given, by_row: taken.append(given[0]) or given[1]
+        scaled_e4m3, "multiply", lambda *given, **_: taken.append(given[0]) or given[1]
     )
     monkeypatch.setattr(e4m3_inputs, "quantize_inputs", inputs.quantize_inputs)
     x = torch.ones(8, 48)

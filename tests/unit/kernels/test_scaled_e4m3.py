@@ -197,7 +197,7 @@ def test_the_library_is_given_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> 
             (torch.bfloat16, False, "library"), (torch.bfloat16, True, "Triton"),
             (torch.float32, False, "Triton"),
         ):  # fmt: skip
-            found = scaled_e4m3.multiply(*given, dtype, by_row=by_row)
+            found = scaled_e4m3.multiply(*given, dtype, by_row=by_row, unit=torch.ones(()))
             assert found.shape == (1, rows, 48) and found.dtype == dtype
             assert called.pop() == meant and not called
 
@@ -212,18 +212,20 @@ def test_the_library_is_given_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> 
 def test_few_results_are_added_up_without_scales(
     rows: int, n: int, one_scale: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken: list[bool] = []
+    taken: list[Tensor | None] = []
 
-    def by_library(x: Tensor, *given: Any, one_scale: bool) -> Tensor:
-        taken.append(one_scale)
+    def by_library(x: Tensor, *given: Any, unit: Tensor | None) -> Tensor:
+        taken.append(unit)
         return x.new_empty(len(x), n, dtype=torch.bfloat16)
 
     monkeypatch.setattr(scaled_e4m3, "library_takes", lambda *given: True)
     monkeypatch.setattr(scaled_e4m3, "multiply_by_library", by_library)
     x, w = (torch.empty(count, 16, dtype=E4M3, device="meta") for count in (rows, n))
     scales = torch.empty(rows, 1, device="meta"), torch.empty(n, 1, device="meta")
-    scaled_e4m3.multiply(x, scales[0], w, scales[1], torch.bfloat16)
-    assert taken == [one_scale]
+    one = torch.ones(())
+    for unit in (one, None):
+        scaled_e4m3.multiply(x, scales[0], w, scales[1], torch.bfloat16, unit=unit)
+    assert taken[0] is (one if one_scale else None) and taken[1] is None
 
 
 @on_devices
@@ -233,15 +235,15 @@ def test_sums_of_the_library_are_multiplied_by_both_scales(
 ) -> None:
     """Sums of the library in fp32, with a scale for all, and the kernel behind it."""
     torch.manual_seed(0)
-    given = factors(*case, device)
-    found = scaled_e4m3.multiply_by_library(*given, torch.bfloat16, one_scale=True)
+    given, one = factors(*case, device), torch.ones((), device=device)
+    found = scaled_e4m3.multiply_by_library(*given, torch.bfloat16, unit=one)
     check_product(found, given, torch.bfloat16)
     if device == "cuda":
-        by_row = scaled_e4m3.multiply_by_library(*given, torch.bfloat16, one_scale=False)
+        by_row = scaled_e4m3.multiply_by_library(*given, torch.bfloat16, unit=None)
         check_product(by_row, given, torch.bfloat16)
     given[0].view(torch.uint8)[3, 7] = 0x7F
     given[1][4] = float("nan")
-    found = scaled_e4m3.multiply_by_library(*given, torch.bfloat16, one_scale=True)
+    found = scaled_e4m3.multiply_by_library(*given, torch.bfloat16, unit=one)
     assert found[3:5].isnan().all() and found[[0, 1, 2]].isfinite().all()
 
 
@@ -249,7 +251,8 @@ def test_layers_go_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """With any number of rows, and in batch-invariant mode to the one that does not ask for it."""
     modes: list[bool] = []
 
-    def multiply(*given: Any, by_row: bool) -> Tensor:
+    def multiply(*given: Any, by_row: bool, unit: object) -> Tensor:
+        assert unit == "one"
         modes.append(by_row)
         return given[0].float()
 
@@ -259,7 +262,7 @@ def test_layers_go_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaled_e4m3, "multiply", multiply)
     monkeypatch.setattr(e4m3_inputs, "quantize_inputs", reference.quantize_inputs)
     _, _, weight, scale = factors(1, 40, 256, 2)
-    layer = SimpleNamespace(weight=weight, weight_scale=scale, input_scale=None)
+    layer = SimpleNamespace(weight=weight, weight_scale=scale, input_scale=None, unit_scale="one")
     for rows in (1, 300):
         x = torch.ones(rows, 256).bfloat16().as_subclass(OnGpu)
         reference.product_of(layer, x)
