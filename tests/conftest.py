@@ -19,7 +19,7 @@ from tests.support.leftovers import watch_for_leftovers
 from tests.support.recorded_launches import record_into
 from tests.support.selection import LONG, QUICK
 from tests.support.sweeps import choose_seed, share
-from tests.support.turns import whose_turn_it_is_not
+from tests.support.turns import listed, skipped_alike, whose_turn_it_is_not
 
 # The same examples in every run of the CI, new ones on everybody's own machine. No verdict depends
 # on speed.
@@ -69,8 +69,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--turns",
         action="store_true",
-        help="of the tests that take long, run those whose turn it is at this commit; not with "
-        "--all",
+        help="of the tests that take long, run those whose turn it is at this commit, and show one "
+        "of the cases of a test that are skipped for the same reason; not with --all",
     )
     parser.addoption(
         "--ray",
@@ -148,7 +148,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.name in LONG:
             item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: item.path.name not in LONG)
+    take_long = {unit.partition("::")[0] for unit in listed()}
+    items.sort(
+        key=lambda item: (
+            item.path.name not in LONG,
+            item.nodeid.partition("::")[0] not in take_long,
+        )
+    )
 
 
 class _Sweeps:
@@ -164,7 +170,7 @@ class _Sweeps:
         if config.getoption("--all"):
             return
         if config.getoption("--turns"):
-            others = whose_turn_it_is_not(items)
+            others = whose_turn_it_is_not(items) | skipped_alike(items)
             config.hook.pytest_deselected(items=[item for item in items if item in others])
             items[:] = [item for item in items if item not in others]
         items[:], left_out = share(items)

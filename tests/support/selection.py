@@ -20,7 +20,8 @@ LONG = (
     "test_sharded_updates.py",
 )
 """Files that start servers or ranks, compile kernels, or have single tests that take long. They
-begin first, so that processes end together, and all their tests are marked ``slow``."""
+begin first, and behind them the files of ``long_tests.txt``, so that processes end together. All
+their tests are marked ``slow``."""
 
 QUICK = (
     "test_architecture.py",

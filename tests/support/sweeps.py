@@ -62,7 +62,7 @@ def share(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item
     cases: dict[tuple[object, ...], int] = {}
     for item in items:
         mark = item.get_closest_marker("sweep")
-        if mark is not None and not _is_skipped(item):
+        if mark is not None and not is_skipped(item):
             group = _group(item, mark.args)
             groups[group].append(item)
             cases[group] = mark.kwargs.get("of", CASES)
@@ -76,9 +76,10 @@ def _group(item: pytest.Item, parameters: tuple[str, ...]) -> tuple[object, ...]
     return (item.nodeid.partition("[")[0], *values)
 
 
-def _is_skipped(item: pytest.Item) -> bool:
-    """Those of a GPU where there is none are no share of the others."""
-    return any(mark.args and mark.args[0] is True for mark in item.iter_markers("skipif"))
+def is_skipped(item: pytest.Item) -> tuple[str, ...]:
+    """Why, if it is. Those of a GPU where there is none are no share of the others."""
+    marks = item.iter_markers("skipif")
+    return tuple(str(mark.kwargs.get("reason")) for mark in marks if mark.args[:1] == (True,))
 
 
 def _left_out(group: list[pytest.Item], cases: int) -> list[pytest.Item]:

@@ -4,6 +4,7 @@ Sweeps take a share of their cases."""
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -110,32 +111,68 @@ def test_other_tests_and_those_that_are_skipped_are_no_part_of_a_sweep(
     assert len(shared([*cases, Case(9, 0, sweep)])) == len(cases) + 1
 
 
-def test_tests_that_take_turns_exist() -> None:
-    listed = turns.LIST.read_text().split()
-    assert listed == sorted(set(listed)) and len(listed) > 100
-    for function in listed:
-        path, *classes, name = function.split("::")
-        assert Path(path).name not in turns.ALWAYS
-        scope: ast.AST = ast.parse((ROOT / path).read_text())
-        for one in (*classes, name):
+LISTS = sorted((ROOT / "tests" / "support").glob("long_*tests.txt"))
+
+
+@pytest.mark.parametrize("path", LISTS, ids=lambda path: path.name)
+def test_tests_that_take_turns_exist(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "LIST", path)
+    listed = turns.listed()
+    assert len(LISTS) == 2 and list(listed) == sorted(listed) and len(listed) > 30
+    assert len(path.read_text().splitlines()) == len(listed)
+    for unit in listed:
+        file, *names = unit.split("::")
+        name = Path(file).name
+        assert name not in turns.ALWAYS and (names == []) == (name in turns.TOGETHER)
+        scope: ast.AST = ast.parse((ROOT / file).read_text())
+        for one in names:
             inside = {getattr(node, "name", None): node for node in ast.walk(scope)}
-            assert one in inside, f"{function} is gone: take it out of {turns.LIST.name}"
+            assert one in inside, f"{unit} is gone: take it out of {path.name}"
             scope = inside[one]
+
+
+@pytest.mark.parametrize("path", LISTS, ids=lambda path: path.name)
+def test_all_turns_take_about_as_long(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "LIST", path)
+    seconds = turns.listed()
+    sums: Counter[int] = Counter()
+    for unit, turn in turns.turns_of(seconds).items():
+        sums[turn] += seconds[unit]
+    longest = max(seconds.values())
+    assert len(sums) == turns.TURNS
+    assert max(sums.values()) <= max(1.05 * sums.total() / turns.TURNS, longest)
 
 
 def test_each_long_test_has_its_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     listed = tmp_path / "long"
-    listed.write_text("test_a.py::test_b\n")
+    together = sorted(turns.TOGETHER)[0]
+    listed.write_text(
+        f"9 test_a.py::test_b\n3 a/{together}\n"
+        + "".join(f"{n} test_d.py::test_{n}\n" for n in range(2 * turns.TURNS))
+    )
     monkeypatch.setattr(turns, "LIST", listed)
-    long, short = Case(1, 0), Case(2, 0)
+    long, short, shared = Case(1, 0), Case(2, 0), [Case(3, 0), Case(4, 0)]
     short.nodeid = "test_a.py::test_c[2]"
-    ran = 0
+    shared[0].nodeid, shared[1].nodeid = f"a/{together}::test_d", f"a/{together}::test_e[1]"
+    ran: Counter[str] = Counter()
     for commit in map(str, range(200)):
         monkeypatch.setenv(SEED, commit)
-        left = turns.whose_turn_it_is_not([long, short])  # type: ignore[list-item]
-        assert left in (set(), {long})
-        ran += not left
-    assert 200 / turns.TURNS / 2 < ran < 200 / turns.TURNS * 2
+        left = turns.whose_turn_it_is_not([long, short, *shared])  # type: ignore[list-item]
+        assert short not in left and len(left & {*shared}) in (0, 2)
+        ran.update(case.nodeid for case in (long, *shared) if case not in left)
+    assert len(ran) == 3
+    for times in ran.values():
+        assert 200 / turns.TURNS / 2 < times < 200 / turns.TURNS * 2
+
+
+def test_of_cases_that_are_skipped_alike_one_is_shown() -> None:
+    skips = [pytest.mark.skipif(True, reason=reason).mark for reason in ("no GPU", "no Triton")]
+    runs = pytest.mark.skipif(False, reason="no GPU").mark
+    one, same, other = (Case(n, 0, skips[why]) for n, why in enumerate((0, 0, 1)))
+    elsewhere, taken = Case(4, 0, skips[0]), [Case(n, 0, runs) for n in (5, 6)]
+    elsewhere.nodeid = "test_a.py::test_c[4]"
+    cases = [one, same, other, elsewhere, *taken]
+    assert turns.skipped_alike(cases) == {same}  # type: ignore[arg-type]
 
 
 def test_long_tests_are_found_in_the_times_of_a_run(tmp_path: Path) -> None:
@@ -145,8 +182,10 @@ def test_long_tests_are_found_in_the_times_of_a_run(tmp_path: Path) -> None:
         case.format("test_a", "test_b[1]", 30), case.format("test_a", "test_b[2]", 31),
         case.format("test_a.TestC", "test_d", 30), case.format("test_a", "test_quick", 0.001),
         case.format("test_state_machine", "test_all", 500),
+        case.format("test_ranks", "test_b", 20), case.format("test_ranks", "test_c[1]", 1),
     ]  # fmt: skip
     times.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
-    assert turns.long_functions(times) == [
-        "tests/unit/test_a.py::TestC::test_d", "tests/unit/test_a.py::test_b"
-    ]  # fmt: skip
+    assert turns.long_tests(times) == {
+        "tests/unit/test_a.py::TestC::test_d": 30, "tests/unit/test_a.py::test_b": 61,
+        "tests/unit/test_ranks.py": 21,
+    }  # fmt: skip

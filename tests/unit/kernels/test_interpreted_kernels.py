@@ -69,8 +69,7 @@ def test_kernels_in_tritons_interpreter(
 ) -> None:
     launches = tmp_path / "launches"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    if pytestconfig.getoption("--all"):
-        command.append("--all")
+    command += [option for option in ("--all", "--turns") if pytestconfig.getoption(option)]
     result = subprocess.run(
         [*command, *(str(FILES[file]) for file in files)],
         env={**os.environ, "TRITON_INTERPRET": "1", "TEST_RECORDS_LAUNCHES": str(launches)},
