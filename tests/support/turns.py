@@ -8,8 +8,9 @@ written anew:
 
     ./scripts/test --all --junitxml=times.xml
     python -m tests.support.turns times.xml
-    TRITON_INTERPRET=1 python -m pytest --junitxml=times.xml FILE...  # of test_interpreted_kernels.py
-    TRITON_INTERPRET=1 python -m tests.support.turns times.xml
+    export TRITON_INTERPRET=1  # with the files of test_interpreted_kernels.py, a share of the cases
+    python -m pytest --junitxml=times.xml FILE...
+    python -m tests.support.turns times.xml
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ Sweeps take a share of their cases."""
 from __future__ import annotations
 
 import ast
+import functools
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ PACKAGES = sorted(
 )
 
 
+@functools.cache
 def imported(path: Path) -> set[str]:
     """Names of modules that a file imports anywhere."""
     found = set()
