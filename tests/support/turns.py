@@ -26,7 +26,7 @@ import pytest
 from tests.support.interpreter import INTERPRETED
 from tests.support.sweeps import is_skipped, number_of
 
-TURNS = 4
+TURNS = 8
 LIST = Path(__file__).with_name(f"long_{'interpreted_' * INTERPRETED}tests.txt")
 LONG_SHARE = 0.004 if INTERPRETED else 0.0004
 """A function is long that takes more than this share of a run."""
