@@ -38,13 +38,20 @@ ALWAYS = (
 )
 """Files that every run takes: what correctness stands on."""
 TOGETHER = (
+    "test_bench.py",
+    "test_bench_drafts.py",
+    "test_bench_ragged.py",
     "test_rank_weights.py",
     "test_ranks.py",
+    "test_reshard_plans.py",
+    "test_scenarios.py",
+    "test_sharded_updates.py",
+    "test_trace.py",
     "test_trace_ranks.py",
     "test_users_ranks.py",
 )
-"""Files with a fixture that takes long, and that any of their tests has made: all of them have one
-turn."""
+"""Files with a fixture that takes long, and that nearly any of their tests has made: all of them
+have one turn."""
 
 
 def function_of(nodeid: str) -> str:

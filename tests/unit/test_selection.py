@@ -25,10 +25,15 @@ PACKAGES = sorted(
 
 
 @functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imported(path: Path) -> set[str]:
     """Names of modules that a file imports anywhere."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -126,9 +131,9 @@ def test_tests_that_take_turns_exist(path: Path, monkeypatch: pytest.MonkeyPatch
         file, *names = unit.split("::")
         name = Path(file).name
         assert name not in turns.ALWAYS and (names == []) == (name in turns.TOGETHER)
-        scope: ast.AST = ast.parse((ROOT / file).read_text())
+        scope: ast.Module | ast.ClassDef = parsed(ROOT / file)
         for one in names:
-            inside = {getattr(node, "name", None): node for node in ast.walk(scope)}
+            inside = {getattr(node, "name", None): node for node in scope.body}
             assert one in inside, f"{unit} is gone: take it out of {path.name}"
             scope = inside[one]
 
