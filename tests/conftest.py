@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.support import gpus  # noqa: F401 - before the next one looks for GPUs
 from tests.support.emulator import FOLDER
+from tests.support.first_imports import begins_at_the_end, import_from_the_end
 from tests.support.interpreter import INTERPRETED, mend_interpreter
 from tests.support.leftovers import watch_for_leftovers
 from tests.support.recorded_launches import record_into
@@ -31,7 +32,8 @@ settings.load_profile("ci" if os.environ.get("CI") else "own")
 
 INTERPRETED_CASES = 10
 """Interpreted kernels are some hundred times as slow: a run takes one of this number of cases."""
-TOKENIZERS = Path(__file__).parent / "tokenizers"
+FOLDER_OF_TESTS = Path(__file__).parent
+TOKENIZERS = FOLDER_OF_TESTS / "tokenizers"
 
 if INTERPRETED:
     mend_interpreter()
@@ -94,6 +96,13 @@ def pytest_configure(config: pytest.Config) -> None:
         patch.setenv(FOLDER, folder.name)
         config.add_cleanup(patch.undo)
         config.add_cleanup(folder.cleanup)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    if session.config.getoption("--turns") and begins_at_the_end(session.config):
+        folders = [FOLDER_OF_TESTS / name for name in ("functional", "unit")]
+        import_from_the_end(folders, FOLDER_OF_TESTS.parent)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

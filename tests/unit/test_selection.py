@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support import turns
+from tests.support.first_imports import begins_at_the_end, import_from_the_end
 from tests.support.selection import LONG, QUICK
 from tests.support.sweeps import CASES, SEED, share
 
@@ -196,3 +197,25 @@ def test_long_tests_are_found_in_the_times_of_a_run(tmp_path: Path) -> None:
         "tests/unit/test_a.py::TestC::test_d": 30, "tests/unit/test_a.py::test_b": 61,
         "tests/unit/test_ranks.py": 21,
     }  # fmt: skip
+
+
+def test_every_second_process_imports_from_the_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for number in range(4):
+        worker = SimpleNamespace(workerinput={"workerid": f"gw{number}"})
+        assert begins_at_the_end(worker) == bool(number % 2)  # type: ignore[arg-type]
+    assert not begins_at_the_end(SimpleNamespace())  # type: ignore[arg-type]
+    package = tmp_path / "imported_from_the_end"
+    package.mkdir()
+    log = tmp_path / "log"
+    for name, last in (
+        ("a", ""),
+        ("b", "raise ValueError"),
+        ("c", "pytest.skip(allow_module_level=True)"),
+    ):
+        line = f"import pytest\nprint({name!r}, file=open({str(log)!r}, 'a'))\n{last}\n"
+        (package / f"test_{name}.py").write_text(line)
+    monkeypatch.syspath_prepend(tmp_path)
+    import_from_the_end([package], tmp_path)
+    assert log.read_text().split() == ["c", "b", "a"]
