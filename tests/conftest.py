@@ -100,7 +100,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
-    if session.config.getoption("--turns") and begins_at_the_end(session.config):
+    config = session.config
+    whole = [config.invocation_params.dir / path for path in config.args] == [FOLDER_OF_TESTS]
+    if whole and config.getoption("--turns") and begins_at_the_end(config):
         folders = [FOLDER_OF_TESTS / name for name in ("functional", "unit")]
         import_from_the_end(folders, FOLDER_OF_TESTS.parent)
 
