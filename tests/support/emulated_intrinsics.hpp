@@ -111,6 +111,9 @@ template <typename T>
 T max(T a, T b) {
   return a < b ? b : a;
 }
+// Of NaN and a number these are the number, as a GPU's.
+inline float min(float a, float b) { return std::fmin(a, b); }
+inline float max(float a, float b) { return std::fmax(a, b); }
 inline float rsqrtf(float v) { return 1.f / std::sqrt(v); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }

@@ -19,6 +19,7 @@ from megatron_async.kernels.gemm.tile_config import (
     ADD,
     ANY_SHAPE_ROWS,
     HEURISTIC,
+    MAX_ROWS,
     SHARED_BYTES,
     Entry,
     GemmProblem,
@@ -62,7 +63,7 @@ def find(
             continue
         if entry.config.can_serve(problem, limit):
             return entry
-    if rows > ANY_SHAPE_ROWS and not scale_columns:
+    if rows > MAX_ROWS or (rows > ANY_SHAPE_ROWS and not scale_columns):
         return None
     if e4m3_inputs or (not scale_columns and n * k >= RANKED_WEIGHTS):
         found = ranked(problem, tma=tma, sm_count=sm_count, limit=limit)

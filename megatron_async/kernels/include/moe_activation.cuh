@@ -1,6 +1,10 @@
 // What is between an expert's linear layers, by FUNCTION: 0 SiLU, 1 quick GELU, 2 GELU (erf), 3 GELU (tanh),
 // 4 squared ReLU, 5 ReLU.
 
+// GPUs' own minimum of NaN and a number is the number: here NaN stays.
+__device__ __forceinline__ float at_most(float v, float high) { return v > high ? high : v; }
+__device__ __forceinline__ float at_least(float v, float low) { return v < low ? low : v; }
+
 __device__ __forceinline__ float activate(float v) {
 #if FUNCTION == 0
   return v / (1.f + __expf(-v));

@@ -98,8 +98,8 @@ struct Up {
     float out = sum_of_warp(gate) + gate_bias, factor = 1.f;
     if (GATED) factor = sum_of_warp(other) + other_bias;
     if (HAS_LIMIT) {
-      out = min(out, limit);
-      factor = GATED ? min(max(factor, -limit), limit) : factor;
+      out = at_most(out, limit);
+      factor = GATED ? at_most(at_least(factor, -limit), limit) : factor;
     }
     out = activate(out) * (GATED ? factor + offset : 1.f) * slot.weight;
     if (threadIdx.x % 32 == 0)

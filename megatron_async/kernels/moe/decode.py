@@ -205,7 +205,7 @@ class MoeDecode:
         few = self._of_few(rows)
         if few is not None:
             return few.work(rows, gate=gate, one_launch=one_launch)
-        return [] if self._widened is None else self._widened.work(rows)
+        return [] if self._widened is None or rows > MAX_ROWS else self._widened.work(rows)
 
     @property
     def chosen(self) -> widened.Chosen:

@@ -258,11 +258,11 @@ __device__ __forceinline__ void multiply_unit(const Arguments& given, const Sche
 #if DOWN
         out[0] = value, out[8] = other;
 #else
-        auto activated = [&](float v) { return activate(HAS_LIMIT ? min(v, given.limit) : v); };
+        auto activated = [&](float v) { return activate(HAS_LIMIT ? at_most(v, given.limit) : v); };
         const float weight = s.weight_of[first + n];
         if (GATED) {
           float factor = other + bias[1];
-          if (HAS_LIMIT) factor = min(max(factor, -given.limit), given.limit);
+          if (HAS_LIMIT) factor = at_most(at_least(factor, -given.limit), given.limit);
           out[0] = narrow(activated(value + bias[0]) * (factor + given.offset) * weight);
         } else {
           out[0] = narrow(activated(value + bias[0]) * weight);

@@ -209,6 +209,14 @@ def test_what_the_kernel_does_not_take_is_said(changes: dict[str, Any], says: st
     assert widened.why_not(packed, torch.float32) == "torch.float32 is not covered"
 
 
+@pytest.mark.skipif(INTERPRETED, reason="nothing is launched")
+def test_steps_of_more_rows_have_nothing_of_it_to_compile() -> None:
+    shape = replace(LARGE["qwen3-30b-a3b"], is_packed=True)
+    kernels = MoeDecode(shape, torch.device("cpu"), one_kernel=False, widens=True)
+    found = [len(kernels.work(rows, gate=False, one_launch=False)) for rows in (64, 65, 128, 512)]
+    assert found == [2, 0, 0, 0]
+
+
 @pytest.mark.skipif(emulator.COMPILER is None, reason="the emulator needs g++")
 def test_shared_memory_is_what_the_kernel_takes() -> None:
     shapes = [replace(LARGE["gpt-oss"], is_packed=True)]

@@ -314,3 +314,15 @@ def test_no_entry_stands_where_it_would_be_chosen_anyway(
     monkeypatch.delitem(measured(), entry.problem)
     without = choose.__wrapped__
     assert [without(n, k, rows, norm, epilogue, sm_count=SMS) for rows in users] != chosen
+
+
+@pytest.mark.parametrize("scale_columns", [0, 128, 4096])
+@pytest.mark.parametrize("e4m3_inputs", [False, True])
+def test_more_rows_than_a_kernel_takes_have_no_config(
+    scale_columns: int, e4m3_inputs: bool
+) -> None:
+    for rows in (72, 128, 256):
+        assert choose(
+            6144, 4096, rows, 0, 0, sm_count=132, scale_columns=scale_columns,
+            e4m3_inputs=e4m3_inputs,
+        ) is None  # fmt: skip

@@ -132,8 +132,8 @@ def _scales_why_not(mlp: Any) -> str | None:
             return f"its e4m3 {name} is not contiguous, from a multiple of 16 bytes on"
         if not isinstance(scale, Tensor):
             return f"its e4m3 {name} has no scales"
-        if scale.dtype != torch.float32 or not scale.is_contiguous():
-            return f"the scales of its e4m3 {name} are not contiguous float32"
+        if scale.dtype != torch.float32 or not scale.is_contiguous() or scale.data_ptr() % 16:
+            return f"the scales of its e4m3 {name} are not contiguous float32, aligned to 16 bytes"
         *rows, k = weight.shape
         *of_rows, groups = scale.shape
         if of_rows != rows or groups == 0 or k % groups:
@@ -149,8 +149,9 @@ def _packed_why_not(mlp: Any) -> str | None:
     if not is_packed(kept.w1):
         return None
     for name, weight, scale in (("w1", kept.w1, kept.w1_scale), ("w2", kept.w2, kept.w2_scale)):
-        if not weight.is_contiguous() or weight.data_ptr() % 16 or not scale.is_contiguous():
-            return f"its MXFP4 {name} is not contiguous, from a multiple of 16 bytes on"
+        for tensor in (weight, scale):
+            if not tensor.is_contiguous() or tensor.data_ptr() % 16:
+                return f"its MXFP4 {name} is not contiguous, from a multiple of 16 bytes on"
     return None
 
 
