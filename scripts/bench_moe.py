@@ -34,6 +34,7 @@ import torch
 from bench_kernels import microseconds
 
 from megatron_async.device.bandwidth import copy_bandwidth
+from megatron_async.kernels import trial
 from megatron_async.kernels.gemm.skinny_gemm import statistics_of
 from megatron_async.kernels.gemm.tile_config import RMS_NORM
 from megatron_async.kernels.moe import row
@@ -320,7 +321,7 @@ class Bench:
         router = 2.0 * self.shape.settings.num_experts * self.shape.hidden
         tiles = self.layers[0].kernels.tiles(self.rows)
         self.line("router", router, self.route)
-        if self.shape.weight_size is not None:
+        if widened.why_not(self.shape, torch.bfloat16) is None:
             self.line("layer, widened if covered", router + first + second, self.all_three)
             self.layers = [with_tiles(layer, tiles) for layer in self.layers]
         self.line(f"up    {short(tiles.up)}", first, self.up)
@@ -372,10 +373,13 @@ def main() -> int:
     parser.add_argument("--tokens", metavar="T,...")
     parser.add_argument("--rows", default="1,8,32,64", metavar="R,...")
     parser.add_argument("--sweep", action="store_true")
+    on_trial = "take the kernel that widens for experts in bfloat16 too, which is on trial"
+    parser.add_argument("--widened-16-bits", action="store_true", help=on_trial)
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--scale-columns", type=int, metavar="N")
     kinds.add_argument("--mxfp4", action="store_true")
     args = parser.parse_args()
+    trial.MOE_16_BITS = args.widened_16_bits
     if args.tokens is not None:
         return many_tokens(args)
     args.shape = args.shape or OF_TOKENS[0]
@@ -391,7 +395,7 @@ def main() -> int:
         print(f"\n{args.shape}, {rows} rows, {bench.experts:.1f} experts, error {error:.2g}")
         wrong |= not error < ERROR_LIMIT
         bench.chosen()
-        if shape.weight_size is not None:
+        if shape.weight_size is not None or args.widened_16_bits:
             bench.widened(args.sweep)
         wrong |= not bench.few(args.sweep) < ERROR_LIMIT
         if args.sweep and widened.why_not(shape, torch.bfloat16) is not None:

@@ -113,7 +113,7 @@ def times_of_masks(
             for drafts, tokens in windows_along(tokenizer.tokenize(value), others, rng, most):
                 masked.fill(0)
                 started = time.perf_counter_ns()
-                maker.fill([Window(text, drafts, 0, guesses)], masks, masked)
+                maker.fill([Window(text, drafts, masks, masked, guesses)])
                 found.append((time.perf_counter_ns() - started) / 1e3)
                 assert all(text.accept(token) for token in tokens), value
     return found

@@ -1,5 +1,5 @@
 // One of the two linear layers of a decode step's experts, whose weights are e4m3 or MXFP4, and are widened
-// in registers: mma m16n8k16 takes 16 rows of the weight and eight rows of a step. A thread loads 16 bytes
+// in registers, or bfloat16: mma m16n8k16 takes 16 rows of the weight and eight rows of a step. A thread loads 16 bytes
 // of a row of the weight, and the numbers in them are its part of the operand: products have their columns
 // in another order than memory has, the same for both operands. So a weight goes from memory to the thread
 // that multiplies it, and no other sees it.
@@ -7,7 +7,7 @@
 //   H, INNER   hidden size, and an expert's; HELD experts are here, a row has TOP_K places for experts
 //   DOWN       0: out[place] = activation(x[row] w1^T + b1) * the expert's weight, bfloat16 [places, INNER]
 //              1: out[place] = x[place] w2^T, fp32 [places, H]
-//   W8, W4     1: e4m3, with an fp32 scale for SCALE_COLUMNS of a row; or MXFP4
+//   W8, W4     1: e4m3, with an fp32 scale for SCALE_COLUMNS of a row; or MXFP4; else bfloat16
 //   GATED, FUNCTION, HAS_LIMIT   see ExpertActivation; FUNCTION is in moe_activation.cuh
 //   ROWS       of the step, at most; PASS of them are in shared memory at once; of an expert with
 //              more the others come in further passes
@@ -26,12 +26,12 @@
 #define HAS_HALVES (!DOWN && GATED)
 #define OF_TILE (HAS_HALVES ? 8 : 16)  // columns of the output: of gate and other half eight rows each
 #define TILES (OUT / OF_TILE)
-#define VALUES (W4 ? 32 : 16)  // numbers in 16 bytes
-#define ROW_BYTES (W4 ? K / 2 : K)
+#define VALUES (W4 ? 32 : W8 ? 16 : 8)  // numbers in 16 bytes
+#define ROW_BYTES (K / VALUES * 16)
 #define ROW_VECTORS (ROW_BYTES / 16)
 #define STEPS ((ROW_VECTORS + 7) / 8)  // a lane has two of these of each of its rows
 #define X_ROW (STEPS * 8 * VALUES * 2)
-#define SCALE_BYTES (W4 ? K / 32 : K / SCALE_COLUMNS * 4)  // of a row
+#define SCALE_BYTES (W4 ? K / 32 : W8 ? K / SCALE_COLUMNS * 4 : 0)  // of a row
 #define ONE_SCALE (W8 && SCALE_COLUMNS == K)
 #define HALF_COLUMNS (4 * VALUES)  // of half a step, a vector of each lane
 #define MOST_UNITS ((HELD < ROWS * TOP_K ? HELD : ROWS * TOP_K) + ROWS * TOP_K / PASS)
@@ -41,9 +41,9 @@
 #define SCALES_AT (RING_AT + WARPS * ST * 2048)
 #define SCHEDULE_AT (SCALES_AT + WARPS * SCALE_TILES * SCALE_TILE)
 
-static_assert(W8 != W4 && K % (W4 ? 64 : 16) == 0 && OUT % 16 == 0 && PASS % 8 == 0 && PASS <= 32,
+static_assert(!(W8 && W4) && K % (W4 ? 64 : 16) == 0 && OUT % 16 == 0 && PASS % 8 == 0 && PASS <= 32,
               "sizes");
-static_assert(W4 || ONE_SCALE || SCALE_COLUMNS % HALF_COLUMNS == 0, "columns that share a scale");
+static_assert(!W8 || ONE_SCALE || SCALE_COLUMNS % HALF_COLUMNS == 0, "columns that share a scale");
 
 extern __shared__ __align__(16) char shared[];
 
@@ -152,8 +152,10 @@ __device__ __forceinline__ void multiply_unit(const Arguments& given, const Sche
   const u32 x = shared_address(shared) + (first + g) * X_ROW;
 #if W4
   const u32 swizzle = t / 2 | g % 2 * 2;
-#else
+#elif W8
   const u32 swizzle = g % 2;
+#else
+  const u32 swizzle = g % 2 * 4;
 #endif
   while (reads.at.unit == unit && reads.at.is_there()) {
     const size_t row = Loads::first_row(s, reads.at, g);
@@ -217,6 +219,13 @@ __device__ __forceinline__ void multiply_unit(const Arguments& given, const Sche
             mma(sums[p % 2][nt], a[2], b[2], a[3], b[3], xs.z, xs.w);
           }
         }
+#elif !W8
+#pragma unroll
+        for (int nt = 0; nt < NT; nt++) {
+          const Vec xs = load_shared(x + nt * 8 * X_ROW + (step * 8 + (v * 4 + t ^ swizzle)) * 16);
+          mma(sums[v][nt], words[0][0], words[1][0], words[0][1], words[1][1], xs.x, xs.y);
+          mma(sums[v][nt], words[0][2], words[1][2], words[0][3], words[1][3], xs.z, xs.w);
+        }
 #else
 #pragma unroll
         for (int p = 0; p < 2; p++) {
@@ -251,8 +260,9 @@ __device__ __forceinline__ void multiply_unit(const Arguments& given, const Sche
 #if W8
         const float value = total[nt][j], other = total[nt][2 + j];
 #else
-        const float value = (sums[0][nt][j] + sums[1][nt][j]) * 0x1p32f;
-        const float other = (sums[0][nt][2 + j] + sums[1][nt][2 + j]) * 0x1p32f;
+        const float missing = W4 ? 0x1p32f : 1.f;
+        const float value = (sums[0][nt][j] + sums[1][nt][j]) * missing;
+        const float other = (sums[0][nt][2 + j] + sums[1][nt][2 + j]) * missing;
 #endif
         Out* out = given.out + (size_t)s.place_of[first + n] * OUT + column;
 #if DOWN
@@ -292,8 +302,10 @@ __device__ __forceinline__ void load_rows(const u16* x, const Schedule& s, int c
     v.x = (as_loaded.x & 0xffffu) | as_loaded.z << 16, v.y = as_loaded.x >> 16 | (as_loaded.z & 0xffff0000u);
     v.z = (as_loaded.y & 0xffffu) | as_loaded.w << 16, v.w = as_loaded.y >> 16 | (as_loaded.w & 0xffff0000u);
     const int swizzle = (chunk >> 3 & 1) | row % 2 * 2;
-#else
+#elif W8
     const int swizzle = row % 2;
+#else
+    const int swizzle = row % 2 * 4;
 #endif
     store_shared(base + row * X_ROW + (chunk ^ swizzle) * 16, v);
   }

@@ -146,12 +146,12 @@ def test_experts_in_mxfp4_have_bytes_for_scales() -> None:
     assert found == parameters_of("moe_row", e4m3=True, scale="byte")
 
 
-def test_widened_experts_have_one_record_for_both_formats_and_layers() -> None:
+def test_widened_experts_have_one_record_for_all_formats_and_both_layers() -> None:
     found = {name: (kind, dtypes) for name, kind, dtypes in fields(WidenedArguments)}
     given = {name: (kind, dtypes) for name, kind, dtypes in parameters_of("moe_widened")}
     assert list(found) == list(given)
     formats = {
-        "w": (torch.float8_e4m3fn, torch.uint8),
+        "w": (torch.bfloat16, torch.float8_e4m3fn, torch.uint8),
         "scale": (torch.float32, torch.uint8),
         "out": (torch.bfloat16, torch.float32),
     }

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_async.kernels import trial
 from megatron_async.kernels.moe import row
 from megatron_async.kernels.moe.mxfp4 import NOT_A_NUMBER, unpack
 from megatron_async.kernels.moe.tiles import padded_rows
@@ -47,6 +48,7 @@ if HAS_TRITON:
         (MoeShape(256, 384, settings(3, 2), GPT_OSS), 40, {
             "scale_columns": (128, 64), "bias": True}),
         (MoeShape(192, 64, settings(3, 1), SWIGLU), 64, {"scale_columns": (64, 64)}),
+        (MoeShape(144, 80, settings(5, 2), GPT_OSS), 33, {"bias": True}),
     )  # fmt: skip
     LARGE_SHAPES = {name: shape for name, shape in LARGE.items() if not shape.shared}
 else:
@@ -62,6 +64,11 @@ both = pytest.mark.parametrize(
 )  # fmt: skip
 SMS = 5
 """Of an emulated GPU."""
+
+
+@pytest.fixture(autouse=True)
+def _trial(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "MOE_16_BITS", "device" in request.fixturenames)
 
 
 @pytest.fixture(autouse=True)
@@ -170,13 +177,15 @@ def statistics(case: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("rows", "name"), list(itertools.product((2, 9, 32, 64), LARGE_SHAPES)))
-@pytest.mark.parametrize("columns", [None, 0, 128])
+@pytest.mark.parametrize("columns", [None, 0, 128, 16], ids=["mxfp4", "rows", "groups", "bf16"])
 @pytest.mark.parametrize(
     "device", [pytest.param("cuda", marks=[*on_gpu, pytest.mark.sweep])]
 )  # fmt: skip
 def test_large_layers(device: str, rows: int, name: str, columns: int | None) -> None:
     shape, options = LARGE_SHAPES[name], dict(PACKED)
-    if columns is not None:
+    if columns == 16:
+        options = {}
+    elif columns is not None:
         given = (columns or shape.hidden, columns or shape.inner)
         if shape.hidden % given[0] or shape.inner % given[1]:
             pytest.skip("groups of columns do not divide rows")
@@ -191,12 +200,12 @@ def test_large_layers(device: str, rows: int, name: str, columns: int | None) ->
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({}, "not all weights are e4m3 or MXFP4"),
+        ({}, "weights of 16 bits are on trial"),
         ({"is_packed": True, "shared": 1}, "shared experts are not covered"),
         ({"is_packed": True, "inner": 96}, "experts of 96 x 2880 are not covered"),
         ({"is_packed": True, "hidden": 1 << 16}, "do not fit into shared memory"),
         ({"scale_columns": (32, 2880)}, "a scale for 32 columns is not covered"),
-        ({"scale_columns": (2880, 0)}, "not all weights are e4m3 or MXFP4"),
+        ({"scale_columns": (2880, 0)}, "weights of two formats are not covered"),
     ],
 )
 def test_what_the_kernel_does_not_take_is_said(changes: dict[str, Any], says: str) -> None:

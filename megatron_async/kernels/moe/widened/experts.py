@@ -1,4 +1,5 @@
-"""How ``moe_widened.cu`` is built and called: a decode step's experts in e4m3 or MXFP4.
+"""How ``moe_widened.cu`` is built and called: a decode step's experts in e4m3 or MXFP4, and, on
+trial, in bfloat16.
 
 Behind the router two launches have a linear layer each, and leave the result of each place in the
 table of chosen experts; ``places_triton.py`` adds them up.
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.kernels import compile as cuda
+from megatron_async.kernels import trial
 from megatron_async.kernels.compile import Bf16, Fp32, Int32, Int64, kernel
 from megatron_async.kernels.moe.row import FUNCTIONS
 from megatron_async.kernels.moe.tiles import MAX_ROWS, padded_rows
@@ -33,8 +35,8 @@ class WidenedArguments(NamedTuple):
     """Parameters of ``moe_widened.cu``, in order."""
 
     x: Bf16
-    w: Annotated[Tensor, torch.float8_e4m3fn, torch.uint8]
-    scale: Annotated[Tensor, torch.float32, torch.uint8]
+    w: Annotated[Tensor, torch.bfloat16, torch.float8_e4m3fn, torch.uint8]
+    scale: Annotated[Tensor, torch.float32, torch.uint8] | None
     bias: Bf16 | None
     experts: Int32
     bits: Int64
@@ -78,8 +80,10 @@ def why_not(shape: MoeShape, dtype: torch.dtype, limit: int = HOPPER_BYTES) -> s
     columns = shape.scale_columns
     if dtype != torch.bfloat16:
         return f"{dtype} is not covered"
-    if not shape.is_packed and (columns is None or not columns.are_all):
-        return "not all weights are e4m3 or MXFP4"
+    if columns is not None and not columns.are_all:
+        return "weights of two formats are not covered"
+    if shape.weight_size is None and not trial.MOE_16_BITS:
+        return f"weights of 16 bits are {trial.REASON}"
     if shape.shared:
         return "shared experts are not covered"
     if shape.held > _MOST_EXPERTS or shape.slots > _MOST_PLACES:
@@ -102,10 +106,12 @@ def shared_bytes(
     """What a CTA takes of shared memory, see ``moe_widened.cu``; ``rows`` are padded."""
     columns, places = shape.scale_columns, rows * shape.settings.top_k
     k = shape.inner if down else shape.hidden
-    vectors = k // 32 if columns is None else k // 16
-    steps = -(-vectors // 8)
-    x_row = steps * 8 * (32 if columns is None else 16) * 2
-    of_scales = k // 32 if columns is None else k // (columns.w2 if down else columns.w1) * 4
+    values = int(16 / (shape.weight_size or 2))  # in 16 bytes
+    steps = -(-k // values // 8)
+    x_row = steps * 8 * values * 2
+    of_scales = k // 32 if shape.is_packed else 0
+    if columns is not None:
+        of_scales = k // (columns.w2 if down else columns.w1) * 4
     a_warp = stages * 2048 + (stages // steps + 2) * 16 * of_scales
     units = min(shape.held, places) + places // at_once
     schedule = shape.held * 12 + units * 4 + places * 8 + at_once * 12 + 16
@@ -165,7 +171,7 @@ class WidenedExperts:
         padded = padded_rows(rows)
         at_once = self._at_once(padded, down)
         assert at_once is not None, "see why_not"
-        of_format = {"W4": 1, "W8": 0, "SCALE_COLUMNS": 32}
+        of_format = {"W4": int(shape.is_packed), "W8": 0, "SCALE_COLUMNS": 32}
         if columns is not None:
             of_format = {"W4": 0, "W8": 1, "SCALE_COLUMNS": columns.w2 if down else columns.w1}
         return of_format | {
@@ -186,7 +192,6 @@ class WidenedExperts:
         Args:
             normed: bfloat16 ``[rows or more, H]``.
         """
-        assert weights.w1_scale is not None
         activation = self._shape.activation
         arguments = WidenedArguments(
             normed, weights.w1, weights.w1_scale, weights.b1, *chosen,
@@ -196,7 +201,6 @@ class WidenedExperts:
 
     def down(self, weights: MoeWeights, rows: int, chosen: Chosen, sums: Sums) -> None:
         """Second linear layers, and the sum of each row's; after :meth:`up`."""
-        assert weights.w2_scale is not None
         arguments = WidenedArguments(
             self._activated, weights.w2, weights.w2_scale, None, *chosen, 0.0, 0.0, self._of_places
         )
