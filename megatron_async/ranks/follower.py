@@ -96,10 +96,6 @@ class Group:
                 return self._line.messages.get(timeout=CHECK_SECONDS)
             self._check()
 
-    def end(self) -> None:
-        """Rank 0 has ended the group, and this process may end without it."""
-        self._line.is_over = True
-
     def answer(self, answer: Answer) -> None:
         """Say that the last message is done, or why it cannot be."""
         self._line.say(ANSWERS.encode(answer))
@@ -161,7 +157,6 @@ class Follower:
         """Follow until rank 0 ends the group."""
         while not isinstance(message := self._receive(), messages.Stop):
             self.do(message)
-        self._group.end()
 
     def do(self, message: Message) -> None:
         """Do what a message says, and answer it where rank 0 waits for that."""

@@ -18,19 +18,13 @@ from megatron_async.errors import ConfigError, MegatronAsyncError, RankDiedError
 from megatron_async.models import parallel
 from megatron_async.models.parallel import ModelParallel
 from megatron_async.processes.call import Call
-from megatron_async.processes.child import (
-    EXIT_SECONDS,
-    Child,
-    end_processes,
-    how_ended,
-    wait_for,
-)
+from megatron_async.processes.child import EXIT_SECONDS, Child, end_processes, how_ended, wait_for
 from megatron_async.processes.watching.heartbeat import Heartbeats
 from megatron_async.ranks import new_weights, process_group
 from megatron_async.ranks.channel import Sender
 from megatron_async.ranks.layout import Layout
 from megatron_async.ranks.messages import ANSWERS, MESSAGES, Answer, Done, Failed, Message, Stop
-from megatron_async.ranks.rendezvous.call import BEAT
+from megatron_async.ranks.rendezvous.call import BEAT, OVER
 from megatron_async.ranks.rendezvous.shared import remove_folder
 
 T = TypeVar("T")
@@ -337,6 +331,8 @@ class RankGroup:
         if self.failure is None and self._joined:
             with contextlib.suppress(RankDiedError):
                 self.tell(Stop())
+                for call in self._calls.values():
+                    call.say_at_once(OVER)
         self._closed = True
         leaving = None
         # A rank that does not answer may wait in a collective of what has failed here.

@@ -18,6 +18,8 @@ BEAT = b"\2"
 """A question whether a rank still runs, and its answer."""
 LAST = b"\3"
 """Ahead of the reason why rank 0 hangs up, which it says to ranks that live on."""
+OVER = b"\4"
+"""Rank 0 ends the group, and may go before a rank has read that it ends."""
 TAG_BYTES = 16
 
 
@@ -78,7 +80,8 @@ class Line:
         lost: why rank 0 is gone; None while it is there.
         failure: why the group has failed, of which rank 0 has told: what it told before is void.
         answer: what is said besides when rank 0 asks whether this rank runs.
-        is_over: rank 0 has ended the group. It may go while this process still leaves it.
+        is_over: rank 0 has ended the group. It may go while this process still leaves it, or has
+            not come to its last message.
     """
 
     def __init__(self, call: Call, *, ends_process: bool = True) -> None:
@@ -114,6 +117,8 @@ class Line:
             self._call.say(BEAT)
             if self.answer is not None:
                 self._call.say(self.answer())
+        elif data == OVER:
+            self.is_over = True
         elif data[:1] == LAST and self.answer is not None:
             self.failure = data[1:].decode(errors="replace")
         else:

@@ -28,9 +28,9 @@ from megatron_async.processes.watching.heartbeat import BEATS, PREPARING_TIMES, 
 from megatron_async.ranks import channel, group, messages, process_group, start
 from megatron_async.ranks.group import RankGroup
 from megatron_async.ranks.layout import Layout, unsupported
-from megatron_async.ranks.messages import ANSWERS, Failed
+from megatron_async.ranks.messages import ANSWERS, MESSAGES, Failed, Stop
 from megatron_async.ranks.rendezvous import meeting
-from megatron_async.ranks.rendezvous.call import BEAT
+from megatron_async.ranks.rendezvous.call import BEAT, OVER
 from megatron_async.ranks.start import start_group
 from tests.support.patience import PATIENCE_SECONDS
 
@@ -180,6 +180,16 @@ def test_a_group_that_nobody_has_any_more_ends() -> None:
     with pytest.raises(EOFError):  # so that the rank ends too
         while True:
             assert pair.rank.recv_bytes() == BEAT
+
+
+def test_a_group_that_is_closed_says_so_before_it_hangs_up() -> None:
+    """So that no rank which is slow to read takes rank 0 for dead."""
+    pair = Pair(0)
+    pair.joins()
+    pair.group.close()
+    assert [pair.rank.recv_bytes() for _ in range(2)] == [MESSAGES.encode(Stop()), OVER]
+    with pytest.raises(EOFError):
+        pair.rank.recv_bytes()
 
 
 def test_a_second_group_is_refused_and_the_first_one_lives(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -427,7 +427,7 @@ def test_a_message_that_is_not_whole_is_not_read() -> None:
 def test_a_line_answers_from_its_beginning_and_ends_its_process_with_rank_0(
     is_over: bool, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With status 0 if rank 0 has ended the group before: leaving it may take longer than that."""
+    """With status 0 if rank 0 has ended the group before, whatever this rank has read of that."""
     ends: queue.SimpleQueue[int] = queue.SimpleQueue()
     monkeypatch.setattr(os, "_exit", ends.put)
     own, other = socket.socketpair()
@@ -439,6 +439,7 @@ def test_a_line_answers_from_its_beginning_and_ends_its_process_with_rank_0(
     assert line.messages.get(timeout=PATIENCE_SECONDS) == b"message"
     rank_0.say(call.WAKE)
     assert line.wakes.wait(PATIENCE_SECONDS)
-    line.is_over = is_over
+    if is_over:
+        rank_0.say(call.OVER)
     rank_0.close()
     assert ends.get(timeout=PATIENCE_SECONDS) == status
