@@ -53,6 +53,7 @@ install_torch() {
         if pip show torch 2>/dev/null | grep '^Version:.*+cpu' >/dev/null; then
             pip uninstall --yes torch >&2
         fi
+        await_pins
         pip install --no-compile -c "$CONSTRAINTS" "torch==$TORCH_VERSION" >&2
         return
     fi
@@ -66,6 +67,7 @@ install_torch() {
     say "falling back to plain torch $TORCH_VERSION, which on Linux may be the CUDA build: gigabytes."
     say "To avoid that, stop here, add PyTorch's CPU wheel index (see pytorch.org) to pip's"
     say "extra-index-url, for example in PIP_EXTRA_INDEX_URL, and run this again."
+    await_pins
     pip install --no-compile -c "$CONSTRAINTS" "torch==$TORCH_VERSION" >&2
 }
 
@@ -79,6 +81,9 @@ install_pins() {
     done
     wait
 }
+
+# A pip that installs what torch needs too has to wait: two would write the same files.
+await_pins() { wait "$PINS" 2>/dev/null || true; }
 
 setup() {
     local kind stamp python
@@ -100,8 +105,9 @@ setup() {
     # The pip that Python brings looks at each file of each package's index, for twice the time.
     pip install --quiet --no-compile -c "$CONSTRAINTS" pip setuptools >&2
     install_pins &
+    PINS=$!
     install_torch "$kind"
-    wait $!
+    await_pins
     # Setuptools warns of the folders of data inside the package.
     PYTHONWARNINGS=ignore pip install --quiet --no-compile -c "$CONSTRAINTS" --no-build-isolation \
         --editable "$ROOT[test]" >&2

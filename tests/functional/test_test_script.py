@@ -195,3 +195,38 @@ def test_each_worker_has_a_gpu_of_its_own_first_and_sees_them_all() -> None:
         "0,1,2", "1,2,0", "2,0,1", "0,1,2"
     ]  # fmt: skip
     assert order_of_gpus("GPU-a,GPU-b", 2, "gw11") == "GPU-b,GPU-a"
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_setup_lets_one_pip_at_a_time_install_what_torch_needs(
+    has_gpu: bool, tmp_path: Path
+) -> None:
+    """Two would write the same files. Without a GPU there is no build for the CPU here."""
+    log, tools = tmp_path / "log", tmp_path / "tools"
+    python, smi = tmp_path / ".venv" / "bin" / "python", tools / "nvidia-smi"
+    for path, text in (
+        (smi, f"exit {int(not has_gpu)}"),
+        (
+            python,
+            f"""
+            [ "$1" != -c ] || exit 0
+            case "$*" in
+                *" show "* | *+cpu*) exit 1 ;;
+                *" -r "*) sleep 0.3 && echo pins ;;
+                *torch==*) echo torch ;;
+                *) echo other ;;
+            esac >>{log}
+            """,
+        ),
+    ):
+        path.parent.mkdir(parents=True)
+        path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+        path.chmod(0o755)
+    for name in ("requirements", "scripts", "setup.py", "pyproject.toml"):
+        (tmp_path / name).symlink_to(SCRIPT.parents[1] / name)
+    subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", '. "$ROOT/scripts/setup.sh"'],
+        env={**os.environ, "ROOT": str(tmp_path), "PATH": f"{tools}:{os.environ['PATH']}"},
+        check=True,
+    )
+    assert log.read_text().split() == ["other", "pins", "pins", "torch", "other"]
