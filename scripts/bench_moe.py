@@ -5,7 +5,7 @@
 
 Each line is a launch: mean microseconds of calls in a CUDA graph that goes round several layers, so
 that weights come from memory; the experts of a layer that its rows need; GB/s of their weights; and
-the share of the floor, their bytes over the bandwidth that a copy reaches. ``layer`` is all three
+the share of the floor, their bytes over the bandwidth that a copy reaches. ``layer`` is all of the
 launches, as a step has them; ``one kernel`` is the same in one (``kernels/moe/row.py``), for rows
 that it takes, with its own error, also as three launches; ``widened`` are the linear layers in CUDA
 that experts in e4m3 and MXFP4 have (``kernels/moe/widened``). ``error`` is the largest difference
@@ -269,7 +269,7 @@ class Bench:
         if refused is not None:
             print(f"widened: {refused}")
             return
-        options = [(widened.THREADS, widened.STAGES)]
+        options: list[tuple[int | None, int]] = [(None, widened.STAGES)]
         if sweep:
             options = [(threads, st) for threads in (256, 352, 448) for st in (2, 3, 4, 6)]
         (first, second), device = self.weight_bytes, self.out.device
@@ -279,7 +279,8 @@ class Bench:
             )
             if not kernels.fit(self.rows):
                 continue
-            self._widened_lines(kernels, f"threads {threads} stages {stages}", first, second)
+            label = f"threads {threads or 'that fit'} stages {stages}"
+            self._widened_lines(kernels, label, first, second)
 
     def _widened_lines(
         self, kernels: widened.WidenedExperts, label: str, first: float, second: float
@@ -322,7 +323,7 @@ class Bench:
         tiles = self.layers[0].kernels.tiles(self.rows)
         self.line("router", router, self.route)
         if widened.why_not(self.shape, torch.bfloat16) is None:
-            self.line("layer, widened if covered", router + first + second, self.all_three)
+            self.line("layer, widened", router + first + second, self.all_three)
             self.layers = [with_tiles(layer, tiles) for layer in self.layers]
         self.line(f"up    {short(tiles.up)}", first, self.up)
         self.line(f"down  {short(tiles.down)}", second, self.down)

@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
         rows.append([size, *times, len(better)])
     layers = first_layers(config, min(args.layers, config.num_layers)).num_layers
     weights = "weights in e4m3" if args.quantization else "bfloat16"
-    weights += ", and inputs" if args.quantize_activations else ""
+    weights += ", and inputs from 17 rows on" if args.quantize_activations else ""
     print(f"{gpu}, {layers} layers and the output layer, {weights}")
     print(format_table(["batch", "before-us", "after-us", "less", "GEMMs changed"], rows))
     if path is None:

@@ -26,7 +26,8 @@ MAX_RANK_TIMEOUT_SECONDS = 86400.0
 QUANTIZATIONS = ("fp8", "mxfp4")
 KV_CACHE_DTYPES = ("fp8",)
 NEEDS_QUANTIZATION = (
-    "quantize_activations=True is for weights in e4m3; add quantization='fp8', or leave it out"
+    "quantize_activations=True is for weights in e4m3; set quantization='fp8', or leave it out "
+    "(beside experts in MXFP4 'fp8' quantizes the other linear layers)"
 )
 RECURRENT_STATE_DTYPES = ("float32", "bfloat16")
 SPECULATIVE_METHODS = ("mtp", "ngram", "grammar")

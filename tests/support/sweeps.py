@@ -3,7 +3,7 @@
 ``@pytest.mark.sweep`` takes one of :data:`CASES` cases of a test function, or of as many as its
 ``of`` says, and ``@pytest.mark.sweep("fault")`` as many of each value of its parameter ``fault``,
 but at least one.
-Which ones depends on the commit alone, so that a run can be repeated and the next commit takes
+Which ones depends on the commit alone, so that a run can be repeated, and other commits mostly take
 others. ``--all`` takes every case.
 """
 

@@ -367,6 +367,10 @@ def short_list(
 ) -> list[TileConfig]:
     """The configs of :func:`balanced` and of other numbers of rows; for many rows, and with inputs
     in e4m3, all with TMA."""
+    if problem.e4m3_inputs and not any(
+        config.can_serve(problem, limit) for config in tma_configs(problem.n, sm_count)
+    ):  # the weight does not fill the GPU
+        return list(ranked(problem, tma=tma, sm_count=sm_count, limit=limit))
     if problem.e4m3_inputs or (problem.rows > ANY_SHAPE_ROWS and not problem.scale_columns):
         return deepest(problem, tma=tma, sm_count=sm_count, limit=limit)
     known = known_configs(problem.n, problem.k)

@@ -78,8 +78,6 @@ class MoeDecode:
         if widens is None:
             widens = trial.MOE_WIDENED and tiles is None and row.runs_on(device)
         self._widened: widened.WidenedExperts | None = None
-        if widens and widened.why_not(shape, dtype, self._limit) is None:
-            self._widened = widened.WidenedExperts(shape, device, sm_count)
         experts = shape.held + shape.shared
         self._blocks = triton.cdiv(shape.settings.num_experts, BLOCK_E.value)
         self._splits = triton.cdiv(shape.hidden, self._router_tile(MAX_ROWS).block_h)
@@ -99,6 +97,18 @@ class MoeDecode:
             self._activated = torch.empty(
                 shape.most_experts(MAX_ROWS) * MAX_ROWS, shape.inner, dtype=dtype, device=device
             )
+        if widens:
+            self._widen(sm_count)
+
+    def _widen(self, sm_count: int) -> None:
+        """Leave the linear layers to ``widened/``, if it takes them."""
+        reason = widened.why_not(self.shape, self._dtype, self._limit)
+        if reason is None:
+            self._widened = widened.WidenedExperts(
+                self.shape, self._device, sm_count, activated=self._activated
+            )
+        elif self.shape.weight_size is not None:
+            logger.warning("layers of experts are widened by Triton's slower kernels: %s", reason)
 
     def _integers(self, *size: int) -> Tensor:
         return torch.zeros(*size, dtype=torch.int32, device=self._device)

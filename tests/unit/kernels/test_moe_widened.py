@@ -215,6 +215,14 @@ def test_what_the_kernel_does_not_take_is_said(changes: dict[str, Any], says: st
     assert reason is not None and says in reason
     packed = replace(LARGE["gpt-oss"], is_packed=True)
     assert widened.why_not(packed, torch.bfloat16) is None
+    # DeepSeek-V3's experts have room with fewer warps; Mixtral-8x7B's rows do not fit.
+    wide = replace(LARGE["qwen3-30b-a3b"], hidden=7168, inner=2048)
+    assert (
+        widened.why_not(replace(wide, scale_columns=ScaleColumns(128, 128)), torch.bfloat16) is None
+    )
+    rows = replace(LARGE["mixtral"], hidden=4096, inner=14336)
+    reason = widened.why_not(replace(rows, scale_columns=ScaleColumns(4096, 14336)), torch.bfloat16)
+    assert reason is not None and "do not fit" in reason
     assert widened.why_not(packed, torch.float32) == "torch.float32 is not covered"
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_async.kernels import compile as cuda
 from megatron_async.kernels import trial
 from megatron_async.kernels.compile import Bf16, Fp32, Int32, Int64, kernel
 from megatron_async.kernels.moe.row import FUNCTIONS
@@ -24,8 +23,9 @@ if TYPE_CHECKING:
     from megatron_async.kernels.moe.shape import MoeShape, MoeWeights
 
 SOURCE = "moe_widened"
-THREADS, STAGES = 352, 2
-"""Threads of a CTA, and steps that each warp has on their way."""
+THREADS, STAGES = (352, 256, 128), 2
+"""Threads of a CTA, the first that leave room for eight rows; and steps that each warp has on their
+way."""
 _PASSES = (32, 24, 16, 8)
 """Rows of an expert that are computed at once, as many as fit into shared memory."""
 _MOST_EXPERTS, _MOST_PLACES = 512, 16
@@ -69,11 +69,6 @@ class Sums(NamedTuple):
     scaled: tuple[Tensor, Tensor] | None = None
 
 
-def runs_on(device: torch.device) -> bool:
-    """Whether the kernel runs on a device."""
-    return device.type == "cuda" and cuda.unavailable(device.index or 0) is None
-
-
 def why_not(shape: MoeShape, dtype: torch.dtype, limit: int = HOPPER_BYTES) -> str | None:
     """Why the kernel does not take layers of this shape on a GPU whose CTAs have ``limit`` bytes of
     shared memory; None if it does."""
@@ -95,7 +90,7 @@ def why_not(shape: MoeShape, dtype: torch.dtype, limit: int = HOPPER_BYTES) -> s
         for own, width in ((columns.w1, shape.hidden), (columns.w2, shape.inner)):
             if own != width and own % 64:
                 return f"a scale for {own} columns is not covered"
-    if any(_rows_at_once(shape, rows, down, limit) is None for rows in (16, 64) for down in (0, 1)):
+    if _threads_that_fit(shape, limit) is None:
         return f"experts of {shape.inner} x {shape.hidden} do not fit into shared memory"
     return None
 
@@ -118,8 +113,18 @@ def shared_bytes(
     return at_once * x_row + threads // 32 * a_warp + schedule
 
 
+def _threads_that_fit(shape: MoeShape, limit: int) -> int | None:
+    for threads in THREADS:
+        if all(
+            _rows_at_once(shape, rows, down, limit, threads, STAGES) is not None
+            for rows in (16, MAX_ROWS) for down in (0, 1)
+        ):  # fmt: skip
+            return threads
+    return None
+
+
 def _rows_at_once(
-    shape: MoeShape, rows: int, down: int, limit: int, threads: int = THREADS, stages: int = STAGES
+    shape: MoeShape, rows: int, down: int, limit: int, threads: int, stages: int
 ) -> int | None:
     """Return the rows of an expert that are computed at once; None where not even eight fit."""
     for at_once in _PASSES:
@@ -134,7 +139,8 @@ class WidenedExperts:
 
     Args:
         ctas: of a grid.
-        threads, stages: see :data:`THREADS`.
+        activated: bfloat16, ``MAX_ROWS * top_k`` rows of ``inner`` or more; None takes memory.
+        threads, stages: see :data:`THREADS`; None for the threads that fit.
 
     Attributes:
         statistic_rows: elements that one partial statistic covers.
@@ -146,16 +152,21 @@ class WidenedExperts:
         device: torch.device,
         ctas: int,
         *,
-        threads: int = THREADS,
+        activated: Tensor | None = None,
+        threads: int | None = None,
         stages: int = STAGES,
     ) -> None:
         self._shape, self._device, self._ctas = shape, device, ctas
-        self._threads, self._stages = threads, stages
         self._limit = block_limit(device) if device.type == "cuda" else HOPPER_BYTES
+        found = threads or _threads_that_fit(shape, self._limit)
+        assert found is not None, "see why_not"
+        self._threads, self._stages = found, stages
         self.statistic_rows = statistic_rows(shape.hidden)
         places = MAX_ROWS * shape.settings.top_k
         with torch.inference_mode(False):
-            self._activated = torch.empty(places, shape.inner, dtype=torch.bfloat16, device=device)
+            if activated is None:
+                activated = torch.empty(places, shape.inner, dtype=torch.bfloat16, device=device)
+            self._activated = activated
             self._of_places = torch.empty(places, shape.hidden, device=device)
 
     def _at_once(self, padded: int, down: int) -> int | None:
