@@ -34,12 +34,14 @@ def step_size(raw, bias, low, high):
     """Softplus, clamped. Of small numbers log(1 + e) is its series: a GPU's logarithm is exact to
     some 2e-7 of 1, which a small step would feel."""
     dt = raw.to(tl.float32) + bias
-    e = tl.exp(tl.minimum(dt, 20.0))
+    e = tl.exp(tl.minimum(dt, 20.0, propagate_nan=tl.PropagateNan.ALL))
     s = tl.minimum(e, 0.0625)
     series = s * (1 - s * (1 / 2 - s * (1 / 3 - s * (1 / 4 - s * (1 / 5 - s * (1 / 6))))))
     log = tl.where(e < 0.0625, series, tl.log(1.0 + e))
     dt = tl.where(dt > 20.0, dt, log)
-    return tl.minimum(tl.maximum(dt, low), high)
+    # GPUs' own minimum of NaN and a number is the number: here NaN stays, as above.
+    dt = tl.maximum(dt, low, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(dt, high, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

@@ -424,3 +424,11 @@ def test_the_benchmark_times_what_computes_the_same(
     assert capsys.readouterr().out.count("one kernel") == 2
     bench.rows = 9
     assert bench.few(False) == 0.0 and "9 rows" in capsys.readouterr().out
+
+
+@on_both("half", gpu=[(0,), (1,)], small=[(0,), (1,)])
+def test_nan_stays_whatever_the_limit_of_the_activation(device: torch.device, half: int) -> None:
+    """In the gate and in what it is multiplied by: a GPU's minimum of NaN and a number is none."""
+    case = RowCase(MoeShape(64, 32, settings(8, 2), GPT_OSS), 1, device)
+    case.weights.w1[:, half * 32 + 5, 7] = float("nan")
+    assert case.run()[0].isnan().all()
