@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_async.kernels.moe import decode
+from megatron_async.kernels.moe import decode, decode_reference
 from megatron_async.kernels.moe.reference import held_experts, route
 
 
@@ -24,12 +24,12 @@ def install(patch: pytest.MonkeyPatch) -> list[Any]:
     ) -> None:  # fmt: skip
         ran.append(self.shape)
         mask = None if live is None else live.values >= live.first
-        _, logits = decode.norm_reference(self.shape, weights, hidden, eps)
+        _, logits = decode_reference.norm_reference(self.shape, weights, hidden, eps)
         routing = route(logits, self.shape.settings, expert_bias=weights.expert_bias, live=mask)
         routing = held_experts(routing, self.shape.expert_begin, self.shape.held)
         self.ids[: len(hidden), : self.shape.settings.top_k] = routing.ids
         out.copy_(
-            decode.moe_decode_reference(
+            decode_reference.moe_decode_reference(
                 self.shape, weights, hidden, eps, live=live, residual=residual, routing=routing
             )
         )

@@ -282,7 +282,7 @@ def test_scales_that_are_none_are_refused_by_name(
 
 
 def test_what_is_refused(plain: Path, tmp_path: Path) -> None:
-    says = "quantize_activations=True is for weights in e4m3; add quantization='fp8'"
+    says = "quantize_activations=True is for weights in e4m3; set quantization='fp8'"
     with pytest.raises(ConfigError, match=says):
         EngineConfig(quantize_activations=True)
     with pytest.raises(ConfigError, match=says):

@@ -56,7 +56,7 @@ RUNS = (
 
 
 FILES = {path.name: path for path in HERE.parents[1].rglob("test_*.py")}
-MARKED = re.compile(r"^\s*(@interpreted|@on_devices|.*marks=interpreted)", re.MULTILINE)
+MARKED = re.compile(r"^\s*(@interpreted|@on_devices|.*marks=\[?interpreted)", re.MULTILINE)
 """In files with tests that are interpreted."""
 
 
