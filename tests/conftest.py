@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,6 +142,17 @@ def _leave_a_gpu_to_the_others(request: pytest.FixtureRequest) -> Iterator[None]
         if torch.cuda.is_available():
             gc.collect()
             torch.cuda.empty_cache()
+
+
+MTP_LAYERS = "megatron.core.transformer.multi_token_prediction"
+
+
+@pytest.fixture(autouse=True)
+def _no_losses_of_other_models() -> None:
+    """megatron-core adds up losses of layers that draft in one tensor of the process, which has as
+    many as the first model that was trained."""
+    if MTP_LAYERS in sys.modules:
+        sys.modules[MTP_LAYERS].MTPLossLoggingHelper.tracker.clear()
 
 
 def pytest_collection_finish() -> None:
