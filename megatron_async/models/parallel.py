@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -83,6 +83,9 @@ class ModelParallel:
         expert_rank: this process's among those that have some experts each.
         expert_tensor_rank: its place among those that have a share of each.
     """
+
+    scratch: ClassVar[frozenset[str]] = frozenset({"_sends", "expert_words", "tensor_words"})
+    """What ranks send each other holds nothing of the weights: see ``graph_audit``."""
 
     def __init__(
         self,

@@ -3,6 +3,7 @@ audit names it."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from megatron_async.kernels.ranks.peer_sum import PeerWords
 from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.models.layers import rope
 from megatron_async.models.layers.norm import RMSNorm
+from megatron_async.models.parallel import ModelParallel
 from megatron_async.models.served import ServedModel
 from megatron_async.ranks.follower import Follower
 from megatron_async.ranks.messages import Done, ReplaceWeights, Sleep, WakeUp
@@ -259,6 +261,18 @@ def test_what_ranks_send_each_other_through_is_found() -> None:
     words = PeerWords(0, (tensors[0], tensors[1]), tensors[2], 8)
     found = LiveTensors.of({"words": words}).tensors
     assert set(map(id, found.values())) == set(map(id, tensors))
+
+
+def test_what_ranks_send_each_other_through_follows_no_weights() -> None:
+    """A model's layers refer to it, and nobody has to say what it is made from."""
+    ranks = object.__new__(ModelParallel)
+    words = PeerWords(0, (torch.zeros(8), torch.zeros(8)), torch.zeros(8), 8)
+    ranks.tensor_words = ranks.expert_words = words
+    ranks._sends = collections.deque([(None, torch.zeros(8))])
+    live = LiveTensors.of({"ranks": ranks})
+    assert len(live.tensors) == 4 and not live.made
+    ranks.other = torch.zeros(8)
+    assert LiveTensors.of({"ranks": ranks}).made == {"ranks.other"}
 
 
 def test_experts_of_megatron_core_follow_their_stacked_weights() -> None:
