@@ -8,9 +8,10 @@ that weights come from memory; the experts of a layer that its rows need; GB/s o
 the share of the floor, their bytes over the bandwidth that a copy reaches. ``layer`` is all of the
 launches, as a step has them; ``one kernel`` is the same in one (``kernels/moe/row.py``), for rows
 that it takes, with its own error, also as three launches; ``widened`` are the linear layers in CUDA
-that experts in e4m3 and MXFP4 have (``kernels/moe/widened``). ``error`` is the largest difference
-from the reference in units of the largest value; above 2e-2 the exit status is 1. ``--sweep`` times
-other tiles too, of the kernels that a model has, and says which won. With ``--scale-columns N``
+that experts in e4m3 and MXFP4 have, and of many rows in bfloat16 (``kernels/moe/widened``).
+``error`` is the largest difference from the reference in units of the largest value; above 2e-2 the
+exit status is 1. ``--sweep`` times other tiles too, of the kernels that a model has, and says which
+won. With ``--scale-columns N``
 weights are e4m3, and N columns of a row share a scale, or with 0 all of them; with ``--mxfp4`` they
 are MXFP4.
 
@@ -34,7 +35,6 @@ import torch
 from bench_kernels import microseconds
 
 from megatron_async.device.bandwidth import copy_bandwidth
-from megatron_async.kernels import trial
 from megatron_async.kernels.gemm.skinny_gemm import statistics_of
 from megatron_async.kernels.gemm.tile_config import RMS_NORM
 from megatron_async.kernels.moe import row
@@ -264,10 +264,8 @@ class Bench:
         return worst
 
     def widened(self, sweep: bool) -> None:
-        """The linear layers in CUDA, or why they do not take the shape."""
-        refused = widened.why_not(self.shape, torch.bfloat16)
-        if refused is not None:
-            print(f"widened: {refused}")
+        """The linear layers in CUDA, where a model has these."""
+        if not self.is_widened:
             return
         options: list[tuple[int | None, int]] = [(None, widened.STAGES)]
         if sweep:
@@ -316,13 +314,19 @@ class Bench:
         ).float()
         return float((out.float() - expected).abs().max() / expected.abs().max())
 
+    @property
+    def is_widened(self) -> bool:
+        """A model's linear layers of experts are ``kernels/moe/widened``'s."""
+        refused = widened.why_not(self.shape, torch.bfloat16)
+        return refused is None and self.rows >= widened.least_rows(self.shape)
+
     def chosen(self) -> None:
         """The launches with the tiles that a model has."""
         first, second = self.weight_bytes
         router = 2.0 * self.shape.settings.num_experts * self.shape.hidden
         tiles = self.layers[0].kernels.tiles(self.rows)
         self.line("router", router, self.route)
-        if widened.why_not(self.shape, torch.bfloat16) is None:
+        if self.is_widened:
             self.line("layer, widened", router + first + second, self.all_three)
             self.layers = [with_tiles(layer, tiles) for layer in self.layers]
         self.line(f"up    {short(tiles.up)}", first, self.up)
@@ -374,13 +378,14 @@ def main() -> int:
     parser.add_argument("--tokens", metavar="T,...")
     parser.add_argument("--rows", default="1,8,32,64", metavar="R,...")
     parser.add_argument("--sweep", action="store_true")
-    on_trial = "take the kernel that widens for experts in bfloat16 too, which is on trial"
-    parser.add_argument("--widened-16-bits", action="store_true", help=on_trial)
+    of_few = "experts in bfloat16 by kernels/moe/widened in steps of few rows too"
+    parser.add_argument("--widened-16-bits", action="store_true", help=of_few)
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--scale-columns", type=int, metavar="N")
     kinds.add_argument("--mxfp4", action="store_true")
     args = parser.parse_args()
-    trial.MOE_16_BITS = args.widened_16_bits
+    if args.widened_16_bits:
+        widened.LEAST_16_BIT_ROWS = 1
     if args.tokens is not None:
         return many_tokens(args)
     args.shape = args.shape or OF_TOKENS[0]
@@ -396,10 +401,9 @@ def main() -> int:
         print(f"\n{args.shape}, {rows} rows, {bench.experts:.1f} experts, error {error:.2g}")
         wrong |= not error < ERROR_LIMIT
         bench.chosen()
-        if shape.weight_size is not None or args.widened_16_bits:
-            bench.widened(args.sweep)
+        bench.widened(args.sweep)
         wrong |= not bench.few(args.sweep) < ERROR_LIMIT
-        if args.sweep and widened.why_not(shape, torch.bfloat16) is not None:
+        if args.sweep and not bench.is_widened:
             bench.sweep()
     return int(wrong)
 

@@ -54,7 +54,7 @@ def add_command(commands: Any) -> None:
     group.add_argument("--device", metavar="NAME", help="default: the first GPU")
     said = "fp8: GEMMs whose weights are e4m3, with a scale for each row (default: bfloat16)"
     group.add_argument("--quantization", choices=("fp8",), help=said)
-    said = "with it, GEMMs of 17 rows and more whose inputs are e4m3 too"
+    said = "with it, GEMMs of 9 rows and more whose inputs are e4m3 too"
     group.add_argument("--quantize-activations", action="store_true", help=said)
     said = "ranks, of one of which the shapes are measured, on one GPU (default: 1)"
     name = "--tensor-model-parallel-size"
@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
         rows.append([size, *times, len(better)])
     layers = first_layers(config, min(args.layers, config.num_layers)).num_layers
     weights = "weights in e4m3" if args.quantization else "bfloat16"
-    weights += ", and inputs from 17 rows on" if args.quantize_activations else ""
+    weights += ", and inputs from 9 rows on" if args.quantize_activations else ""
     print(f"{gpu}, {layers} layers and the output layer, {weights}")
     print(format_table(["batch", "before-us", "after-us", "less", "GEMMs changed"], rows))
     if path is None:

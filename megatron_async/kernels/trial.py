@@ -13,10 +13,8 @@ MOE_ROW = True
 """Among these, the kernel for a few rows is used in place of the three."""
 
 MOE_WIDENED = True
-"""Also among them, those of experts in e4m3 and MXFP4 in CUDA, in place of the Triton kernels."""
-
-MOE_16_BITS = False
-"""It also takes experts in bfloat16, in place of the Triton kernels."""
+"""Also among them, those of experts in e4m3 and MXFP4, and of many rows in bfloat16, in CUDA, in
+place of the Triton kernels."""
 
 GROUPED_EXPERTS = True
 """Grouped GEMMs of layers of experts, for more tokens than those kernels take."""

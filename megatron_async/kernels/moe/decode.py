@@ -4,7 +4,8 @@ Norm and router (``router_triton.py``) -> first linear layers and activation -> 
 up over a row's experts and to the residual stream (``experts_triton.py``). Nothing is sorted: the
 router writes a table of which expert has which row. Shared experts of a multiple of the routed
 ones' size are experts that each row has. No value reaches the host. Few rows have a kernel of their
-own (``row.py``); so have linear layers in e4m3 and MXFP4 (``widened/``).
+own (``row.py``); so have linear layers in e4m3 and MXFP4, and in bfloat16 for many rows
+(``widened/``).
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ class MoeDecode:
         few = self._of_few(rows)
         if few is not None:
             return few.statistic_rows
-        return (self._widened or self.tiles(rows).down).statistic_rows
+        return (self._widened_of(rows) or self.tiles(rows).down).statistic_rows
 
     @property
     def has_one_kernel(self) -> bool:
@@ -166,6 +167,10 @@ class MoeDecode:
             return None
         refused = row.why_not(self.shape, rows, self._dtype, self._sm_count, self._limit)
         return self._row if refused is None else None
+
+    def _widened_of(self, rows: int) -> widened.WidenedExperts | None:
+        """Return ``widened/``, if it computes steps of ``rows`` rows."""
+        return self._widened if rows >= widened.least_rows(self.shape) else None
 
     def __call__(
         self,
@@ -215,7 +220,8 @@ class MoeDecode:
         few = self._of_few(rows)
         if few is not None:
             return few.work(rows, gate=gate, one_launch=one_launch)
-        return [] if self._widened is None or rows > MAX_ROWS else self._widened.work(rows)
+        of_rows = self._widened_of(rows)
+        return [] if of_rows is None or rows > MAX_ROWS else of_rows.work(rows)
 
     @property
     def chosen(self) -> widened.Chosen:
@@ -270,8 +276,9 @@ class MoeDecode:
 
     def up(self, weights: MoeWeights, rows: int) -> None:
         """First linear layers and activation of the experts that :meth:`route` chose."""
-        if self._widened is not None:
-            self._widened.up(weights, rows, self.normed, self.chosen)
+        of_rows = self._widened_of(rows)
+        if of_rows is not None:
+            of_rows.up(weights, rows, self.normed, self.chosen)
             return
         shape, activation, columns = self.shape, self.shape.activation, self.shape.scale_columns
 
@@ -303,9 +310,10 @@ class MoeDecode:
         scaled: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Second linear layers, added up; after :meth:`up`."""
-        if self._widened is not None:
+        of_rows = self._widened_of(out.shape[0])
+        if of_rows is not None:
             sums = widened.Sums(out, residual, statistics_out, scaled)
-            self._widened.down(weights, out.shape[0], self.chosen, sums)
+            of_rows.down(weights, out.shape[0], self.chosen, sums)
             return
         shape, rows, columns = self.shape, out.shape[0], self.shape.scale_columns
         next_weight, scaled_out = scaled or (out, out)

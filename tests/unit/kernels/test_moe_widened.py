@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async.kernels import trial
 from megatron_async.kernels.moe import row
 from megatron_async.kernels.moe.mxfp4 import NOT_A_NUMBER, unpack
 from megatron_async.kernels.moe.tiles import padded_rows
@@ -67,8 +66,9 @@ SMS = 5
 
 
 @pytest.fixture(autouse=True)
-def _trial(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "MOE_16_BITS", "device" in request.fixturenames)
+def _any_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "device" in request.fixturenames:
+        monkeypatch.setattr(widened, "LEAST_16_BIT_ROWS", 1)
 
 
 @pytest.fixture(autouse=True)
@@ -203,7 +203,7 @@ def test_large_layers(device: str, rows: int, name: str, columns: int | None) ->
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({}, "weights of 16 bits are on trial"),
+        ({"shared": 1}, "shared experts are not covered"),
         ({"is_packed": True, "shared": 1}, "shared experts are not covered"),
         ({"is_packed": True, "inner": 96}, "experts of 96 x 2880 are not covered"),
         ({"is_packed": True, "hidden": 1 << 16}, "do not fit into shared memory"),
@@ -227,6 +227,21 @@ def test_what_the_kernel_does_not_take_is_said(changes: dict[str, Any], says: st
     reason = widened.why_not(replace(rows, scale_columns=ScaleColumns(4096, 14336)), torch.bfloat16)
     assert reason is not None and "do not fit" in reason
     assert widened.why_not(packed, torch.float32) == "torch.float32 is not covered"
+
+
+def test_which_rows_of_experts_in_16_bits_it_takes() -> None:
+    """33 and more, beside Triton's kernels; of fewer bits all."""
+    cpu = torch.device("cpu")
+    wide = MoeDecode(LARGE["qwen3-30b-a3b"], cpu, sm_count=132, one_kernel=False, widens=True)
+    columns = ScaleColumns(2048, 768)
+    narrow = replace(LARGE["qwen3-30b-a3b"], scale_columns=columns)
+    e4m3 = MoeDecode(narrow, cpu, sm_count=132, one_kernel=False, widens=True)
+    for rows in (1, 16, 32, 33, 64):
+        work = [source for source, _ in wide.work(rows, gate=False, one_launch=False)]
+        assert set(work) == ({widened.SOURCE} if rows > 32 else set())
+        own = widened.statistic_rows(2048) if rows > 32 else wide.tiles(rows).down.statistic_rows
+        assert wide.statistic_rows(rows) == own
+        assert e4m3.work(rows, gate=False, one_launch=False)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is launched")

@@ -143,7 +143,7 @@ def test_the_projection_of_a_layer_that_drafts_quantizes_its_input(
         return quantized_rows(linear, x, workspace)
 
     monkeypatch.setattr(mtp_blocks, "quantized_rows", noted)
-    for rows, count in ((ROWS, 1), (16, 0)):
+    for rows, count in ((ROWS, 1), (8, 0)):
         tokens, nothing = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
         hidden = torch.randn(rows, 1, model.config.hidden_size).bfloat16()
         of = DraftInput(0, 0, tokens[:, None], nothing, hidden, nothing, nothing, hidden[:1])
@@ -155,19 +155,19 @@ def test_the_projection_of_a_layer_that_drafts_quantizes_its_input(
 
 
 def test_which_rows_are_multiplied_in_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
-    """17 and more, where each row of the weight has one scale."""
+    """9 and more, where each row of the weight has one scale."""
     emulator.install(monkeypatch)
     model = quantized_model("llama", torch.device("cpu"))
     found = FusedDecoder(model).gemms
     for name in ("qkv", "projection", "fc1", "fc2"):
         for rows in (1, 8, 16, 32, 48, 64):
-            gemm, reads = found[name], rows > 16
+            gemm, reads = found[name], rows > 8
             assert gemm.reads_e4m3(rows) == reads == gemm.case(rows).e4m3_inputs
             tiling = gemm.tiling(rows)
             assert tiling is not None and (tiling.tma or not reads)
             if reads:
                 assert gemm.case(rows).norm == NO_NORM
-    assert found["qkv"].case(16).norm == RMS_NORM
+    assert found["qkv"].case(8).norm == RMS_NORM
     assert not any(found["head"].reads_e4m3(rows) for rows in (32, 64))
     assert not replace(found["qkv"], tma=False).reads_e4m3(64)
     fc2 = model.decoder.layers[0].mlp.linear_fc2
@@ -181,7 +181,7 @@ def test_what_is_compiled_ahead_is_what_runs(monkeypatch: pytest.MonkeyPatch) ->
     cpu = torch.device("cpu")
     model = quantized_model("llama", cpu)
     fused, context = FusedDecoder(model), DecodeRig(model_config("llama"), cpu, 1).context()
-    for rows, count in ((16, 0), (32, 4)):
+    for rows, count in ((8, 0), (16, 4)):
         work = list(fused.kernels_of([rows], context))
         assert sum(macros.get("X8", 0) for _, macros in work) == count
         assert all(macros["NORM"] == 0 for _, macros in work if macros.get("X8"))

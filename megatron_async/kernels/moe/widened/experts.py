@@ -1,5 +1,5 @@
-"""How ``moe_widened.cu`` is built and called: a decode step's experts in e4m3 or MXFP4, and, on
-trial, in bfloat16.
+"""How ``moe_widened.cu`` is built and called: a decode step's experts in e4m3 or MXFP4, and, of
+many rows, in bfloat16.
 
 Behind the router two launches have a linear layer each, and leave the result of each place in the
 table of chosen experts; ``places_triton.py`` adds them up.
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_async.kernels import trial
 from megatron_async.kernels.compile import Bf16, Fp32, Int32, Int64, kernel
 from megatron_async.kernels.moe.row import FUNCTIONS
 from megatron_async.kernels.moe.tiles import MAX_ROWS, padded_rows
@@ -26,6 +25,9 @@ SOURCE = "moe_widened"
 THREADS, STAGES = (352, 256, 128), 2
 """Threads of a CTA, the first that leave room for eight rows; and steps that each warp has on their
 way."""
+LEAST_16_BIT_ROWS = 33
+"""Of a step, of weights in bfloat16: with fewer the Triton kernels are quicker (Qwen3-30B-A3B on an
+H200, us a layer at 32 and 64 rows: 296 and 359, and 269 and 383 of theirs)."""
 _PASSES = (32, 24, 16, 8)
 """Rows of an expert that are computed at once, as many as fit into shared memory."""
 _MOST_EXPERTS, _MOST_PLACES = 512, 16
@@ -69,6 +71,11 @@ class Sums(NamedTuple):
     scaled: tuple[Tensor, Tensor] | None = None
 
 
+def least_rows(shape: MoeShape) -> int:
+    """The least rows of a step that the kernel computes."""
+    return LEAST_16_BIT_ROWS if shape.weight_size is None else 1
+
+
 def why_not(shape: MoeShape, dtype: torch.dtype, limit: int = HOPPER_BYTES) -> str | None:
     """Why the kernel does not take layers of this shape on a GPU whose CTAs have ``limit`` bytes of
     shared memory; None if it does."""
@@ -77,8 +84,6 @@ def why_not(shape: MoeShape, dtype: torch.dtype, limit: int = HOPPER_BYTES) -> s
         return f"{dtype} is not covered"
     if columns is not None and not columns.are_all:
         return "weights of two formats are not covered"
-    if shape.weight_size is None and not trial.MOE_16_BITS:
-        return f"weights of 16 bits are {trial.REASON}"
     if shape.shared:
         return "shared experts are not covered"
     if shape.held > _MOST_EXPERTS or shape.slots > _MOST_PLACES:
