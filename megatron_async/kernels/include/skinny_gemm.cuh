@@ -80,6 +80,13 @@
 #define BIAS_LINES ((16 * TILES * 2 / (GATED ? 2 : 1) + 127) / 128)  // of 128 bytes
 #define SCALE_LINES ((16 * TILES * 4 / (GATED ? 2 : 1) + 127) / 128)
 #define SCALES (EPILOGUE == 1 && STATS == 1)
+#define OWN_ROWS (WK * CLUSTER == 1 ? WARP_TILES : PER_WARP)  // 16 each, whose scales a warp reads early
+#define SCALES_EARLY (SCALES_ROWS && !PERSISTENT && OWN_ROWS <= 4)
+#if SCALES_EARLY
+#define BY_ROW(i) , by_row[i]
+#else
+#define BY_ROW(i)
+#endif
 
 #define SCALE_AT MAINLOOP_BYTES         // mean and 1 / deviation of each row of x; X8: its scale
 #define STATS_AT (SCALE_AT + MT * 8 * 8)

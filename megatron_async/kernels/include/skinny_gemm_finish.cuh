@@ -2,8 +2,12 @@
   // warp_tile, is_in_cta and the kernel's arguments; declares finish.
 
   // One fragment: row m = 8 * mt + g of the output, columns 2t, 2t + 1 of the upper and of the lower half
-  // of `row_tile`. `own` is where its statistics go, `before` its residual.
+  // of `row_tile`. `own` is where its statistics go, `before` its residual, `by` the scales of its rows of W.
+#if SCALES_EARLY
+  auto finish = [&](int row_tile, int mt, int own, float (&v)[4], u32 (&before)[2], float (&by)[4]) {
+#else
   auto finish = [&](int row_tile, int mt, int own, float (&v)[4], u32 (&before)[2]) {
+#endif
     const int m = mt * 8 + g, n = row_tile * (GATED ? 8 : 16) + 2 * t;
     u16* into = out + (size_t)m * out_row + n;
 #pragma unroll
@@ -12,7 +16,9 @@
 #if X8
       v[j] *= scale[m].y;
 #endif
-#if SCALES_ROWS
+#if SCALES_EARLY
+      v[j] *= by[j];
+#elif SCALES_ROWS
       v[j] *= weight_scale[column];
 #endif
       if (NORM == 1) v[j] *= scale[m].y;

@@ -6,5 +6,5 @@
         for (int mt = 0; mt < MT && is_in_cta(r); mt++) {
           float v[4];
           take(r, mt, v);
-          finish(tile * TILES + warp_tile(r), mt, 0, v, kept[0]);
+          finish(tile * TILES + warp_tile(r), mt, 0, v, kept[0] BY_ROW(0));
         }

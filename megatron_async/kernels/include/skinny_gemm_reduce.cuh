@@ -47,7 +47,7 @@
         v[0] = sum.x, v[1] = sum.y, v[2] = sum.z, v[3] = sum.w;
 #endif
         finish(tile * TILES + warp_tile(r), mt, mt * TILES + warp_tile(r), v,
-               kept[EPILOGUE == 1 ? mt * WARP_TILES + r : 0]);
+               kept[EPILOGUE == 1 ? mt * WARP_TILES + r : 0] BY_ROW(r));
       }
   } else {
     // Fragment f of this warp's slice of K: to the CTA that owns it, or into this warp's own ring.
@@ -89,7 +89,7 @@
           const float4 part = floats(load_shared(base + at));
           v[0] += part.x, v[1] += part.y, v[2] += part.z, v[3] += part.w;
         }
-      finish(tile * TILES + rt, mt, own, v, kept[EPILOGUE == 1 ? i : 0]);
+      finish(tile * TILES + rt, mt, own, v, kept[EPILOGUE == 1 ? i : 0] BY_ROW(i));
     }
   }
 

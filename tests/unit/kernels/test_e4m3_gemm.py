@@ -130,7 +130,9 @@ def test_and_in_other_configs(
         (2, "& 0x87f087f0", "& 0x07f007f0"),  # no sign
         (3, "return mul2(extended << 4 & 0x87f087f0", "return mul2(flush(extended)"),
         (1, "const Vec &xs = a[p / 2][mt], &more", "const Vec &xs = a[p % 2][mt], &more"),
-        (3, "      v[j] *= weight_scale[column];\n", ""),
+        (3, "      v[j] *= by[j];\n", ""),
+        (3, "+ i * WARPS + warp) % TILES;", ") % TILES;"),  # another tile's scales
+        (4, "? warp_tile(i) :", "? warp_tile(0) :"),
         (1, "by[r][half][j % 2][u] *", "by[r][half][j % 2][0] *"),  # another group's scale
         (1, "+ t * 2 * SCALE_BYTES;", ";"),  # another row's
         (0, "[u * 2] * part[j] + by[r][half][j][u * 2 + 1]", "[u * 2 + 1] * part[j] + 0"),

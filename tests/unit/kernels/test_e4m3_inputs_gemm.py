@@ -110,7 +110,7 @@ def _with(monkeypatch: pytest.MonkeyPatch, there: str, instead: str) -> None:
 
 
 FAULTS = [
-    ("      v[j] *= scale[m].y;\n#endif\n#if SCALES_ROWS", "#endif\n#if SCALES_ROWS"),
+    ("      v[j] *= scale[m].y;\n#endif\n#if SCALES_EARLY", "#endif\n#if SCALES_EARLY"),
     ("+ min(m, M - 1)", "+ min(m / 2, M - 1)"),  # another token's scale
     ("                           k > 0);", "                           true);"),  # one part in all
     ("await_wgmma<MT * 8, 1>", "await_wgmma<MT * 8, 2>"),  # the part is not there yet
