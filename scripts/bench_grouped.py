@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_async.kernels.moe import grouped
 from megatron_async.kernels.moe.grouped import TILES, GroupedTile, GroupedTiles, GroupedWeights
 from megatron_async.kernels.moe.reference import Routing, expert_mlp, route, router_logits
-from megatron_async.kernels.moe.router_triton import route_many
+from megatron_async.kernels.moe.routing.wide_triton import route_many
 from megatron_async.kernels.moe.shape import MoeShape
 from megatron_async.kernels.shared_memory import HOPPER_BYTES
 

@@ -1,6 +1,6 @@
 """A decode step's layer of experts in three kernels: router, and two grouped GEMMs.
 
-Norm and router (``router_triton.py``) -> first linear layers and activation -> second ones, added
+Norm and router (``routing/``) -> first linear layers and activation -> second ones, added
 up over a row's experts and to the residual stream (``experts_triton.py``). Nothing is sorted: the
 router writes a table of which expert has which row. Shared experts of a multiple of the routed
 ones' size are experts that each row has. No value reaches the host. Few rows have a kernel of their
@@ -21,19 +21,19 @@ from megatron_async.kernels.fitting import launch_fitting
 from megatron_async.kernels.moe import row
 from megatron_async.kernels.moe.experts_triton import down_kernel, up_kernel
 from megatron_async.kernels.moe.reference import Routing
-from megatron_async.kernels.moe.router_triton import (
-    BLOCK_E,
-    GATE_PLACES,
-    router_kernel,
-)
+from megatron_async.kernels.moe.routing.choice_triton import BLOCK_E, GATE_PLACES
+from megatron_async.kernels.moe.routing.router_triton import choose_kernel, router_kernel
 from megatron_async.kernels.moe.settings import SIGMOID
 from megatron_async.kernels.moe.shape import Live, MoeShape, MoeWeights
 from megatron_async.kernels.moe.tiles import (
+    CHOICE_ROWS,
     MAX_ROWS,
     MoeTiles,
     RouterTile,
     Tile,
     choose_tiles,
+    chosen_apart,
+    fewer_rows,
     padded_rows,
     router_tile,
     smaller,
@@ -90,6 +90,7 @@ class MoeDecode:
             self.ids = self._integers(MAX_ROWS, shape.slots)
             self._experts = self._integers(experts)
             self._bits = torch.zeros(experts, dtype=torch.int64, device=device)
+            self._row_bits = torch.zeros(self._columns + 1, dtype=torch.int64, device=device)
             self.weights = self._floats(MAX_ROWS, shape.slots)
             self._weight_of = self._floats(experts, MAX_ROWS)
             self._logits = self._floats(self._splits * MAX_ROWS * width)
@@ -127,11 +128,16 @@ class MoeDecode:
         )  # fmt: skip
 
     def _router_tile(self, rows: int) -> RouterTile:
-        settings = self.shape.settings
-        columns = triton.next_power_of_2(settings.num_groups) * triton.next_power_of_2(
-            settings.num_experts // settings.num_groups
+        return router_tile(
+            rows, self._columns, element_size=self._dtype.itemsize, limit=self._limit
         )
-        return router_tile(rows, columns, element_size=self._dtype.itemsize, limit=self._limit)
+
+    @property
+    def _columns(self) -> int:
+        """Experts, padded by group."""
+        groups, experts = self.shape.settings.num_groups, self.shape.settings.num_experts
+        padded = triton.next_power_of_2(groups) * triton.next_power_of_2(experts // groups)
+        return int(padded)
 
     def statistic_rows(self, rows: int) -> int:
         """Return the elements that one partial statistic of a step of ``rows`` rows covers."""
@@ -244,35 +250,57 @@ class MoeDecode:
     ) -> None:
         """Norm the rows and choose their experts."""
         shape, settings = self.shape, self.shape.settings
-        rows, of_group = hidden.shape[0], settings.num_experts // settings.num_groups
+        rows = hidden.shape[0]
+        of_group = triton.next_power_of_2(settings.num_experts // settings.num_groups)
         norm_weight, norm_bias = weights.norm
+
+        apart, columns = chosen_apart(rows, self._columns), self._columns
+        expert_bias = _or(weights.expert_bias, self.weights)
+        bias, live_values = _or(weights.router_bias, hidden), self._experts
+        first_live = 0
+        if live is not None:
+            live_values, first_live = live.values, live.first
+        choice: dict[str, object] = {
+            "EXPERTS": settings.num_experts, "FIRST": shape.expert_begin, "HELD": shape.held,
+            "TOP_K": settings.top_k, "SHARED": shape.shared, "ROWS": padded_rows(rows),
+            "SPLITS": self._splits, "EXPERT_BLOCKS": self._blocks,
+            "HAS_BIAS": weights.router_bias is not None,
+            "HAS_EXPERT_BIAS": weights.expert_bias is not None,
+            "HAS_GATE": weights.shared_gate is not None, "HAS_LIVE": live is not None,
+            "SIGMOID": settings.score_function == SIGMOID, "PRE_SOFTMAX": settings.pre_softmax,
+            "NORMALIZE": settings.normalize, "GROUPS": settings.num_groups,
+            "KEPT": settings.kept_groups, "SUMMED": settings.group_score_experts,
+            "GROUPS_PADDED": columns // of_group, "OF_GROUP_PADDED": of_group,
+            "PLACES": triton.next_power_of_2(shape.slots),
+        }  # fmt: skip
 
         def launch(tile: RouterTile) -> None:
             router_kernel[(self._blocks * self._splits,)](
                 hidden, norm_weight, _or(norm_bias, norm_weight), statistics, statistics.shape[1],
-                eps, weights.router, _or(weights.router_bias, hidden),
-                _or(weights.expert_bias, self.weights), _or(weights.shared_gate, hidden),
-                self._experts if live is None else live.values,
-                0 if live is None else live.first, settings.scaling_factor, self.normed,
+                eps, weights.router, bias, expert_bias, _or(weights.shared_gate, hidden),
+                live_values, first_live, settings.scaling_factor, self.normed,
                 self._logits, self._arrivals, self.ids, self.weights, self._experts, self._bits,
                 self._weight_of, self.count, rows,
-                HIDDEN=shape.hidden, EXPERTS=settings.num_experts, FIRST=shape.expert_begin,
-                HELD=shape.held, TOP_K=settings.top_k, SHARED=shape.shared, ROWS=padded_rows(rows),
-                CHUNK=tile.chunk, BLOCK_H=tile.block_h, SPLITS=self._splits,
-                EXPERT_BLOCKS=self._blocks, CENTER=shape.center,
-                HAS_NORM_BIAS=norm_bias is not None, HAS_BIAS=weights.router_bias is not None,
-                HAS_EXPERT_BIAS=weights.expert_bias is not None,
-                HAS_GATE=weights.shared_gate is not None, HAS_LIVE=live is not None,
-                SIGMOID=settings.score_function == SIGMOID, PRE_SOFTMAX=settings.pre_softmax,
-                NORMALIZE=settings.normalize, GROUPS=settings.num_groups, KEPT=settings.kept_groups,
-                SUMMED=settings.group_score_experts,
-                GROUPS_PADDED=triton.next_power_of_2(settings.num_groups),
-                OF_GROUP_PADDED=triton.next_power_of_2(of_group),
-                PLACES=triton.next_power_of_2(shape.slots), **self._common(),
+                HIDDEN=shape.hidden, CHUNK=tile.chunk, BLOCK_H=tile.block_h, CENTER=shape.center,
+                HAS_NORM_BIAS=norm_bias is not None, APART=apart, **choice, **self._common(),
                 num_warps=4 if rows <= 4 else 8,
             )  # fmt: skip
 
         launch_fitting("the router of experts", self._router_tile(rows), smaller_chunks, launch)
+        if not apart:
+            return
+
+        pdl = uses_pdl(self._device)
+
+        def choose(chunk: int) -> None:
+            choose_kernel[(padded_rows(rows) // chunk,)](
+                bias, expert_bias, live_values, first_live, settings.scaling_factor, self._logits,
+                self._arrivals, self._row_bits, self.ids, self.weights, self._experts, self._bits,
+                self._weight_of, self.count, rows, CHUNK=chunk, **choice, PDL=pdl, launch_pdl=pdl,
+                num_warps=CHOICE_ROWS,
+            )  # fmt: skip
+
+        launch_fitting("the choice of experts", CHOICE_ROWS, fewer_rows, choose)
 
     def up(self, weights: MoeWeights, rows: int) -> None:
         """First linear layers and activation of the experts that :meth:`route` chose."""

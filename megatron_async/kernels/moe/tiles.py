@@ -24,6 +24,12 @@ over 32 rows."""
 _MOST_SPLITS, _MOST_STAGES = 16, 12
 
 
+CHOICE_ROWS = 4
+"""Rows, and warps, of a program that chooses in a kernel of its own."""
+MOST_TOGETHER = 1024
+"""Padded experts times rows for which one program chooses, the last of those that made logits."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tile:
     """Tile sizes of one grouped GEMM.
@@ -119,6 +125,18 @@ def router_shared_bytes(tile: RouterTile, rows: int, columns: int, element_size:
     change hands."""
     operands = (rows + 16) * tile.block_h * element_size
     return max(operands, 8 * tile.chunk * columns)
+
+
+def chosen_apart(rows: int, columns: int) -> bool:
+    """Whether experts are chosen in a kernel of its own, for ``rows`` rows and padded experts."""
+    return rows * columns > MOST_TOGETHER
+
+
+def fewer_rows(rows: int) -> Iterator[int]:
+    """What a program that chooses takes fewer of."""
+    while rows > 1:
+        rows //= 2
+        yield rows
 
 
 def smaller_chunks(tile: RouterTile) -> Iterator[RouterTile]:

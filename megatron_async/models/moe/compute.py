@@ -63,7 +63,7 @@ def grouped_takes(hidden: Tensor, weights: KeptWeights) -> bool:
 
 
 def _router_takes(hidden: Tensor, router: Any, settings: RouterSettings) -> bool:
-    """Whether ``router_triton.route_many`` chooses the experts of ``hidden [T, H]``."""
+    """Whether ``wide_triton.route_many`` chooses the experts of ``hidden [T, H]``."""
     weight, bias, expert_bias = router.weight, router.bias, router.expert_bias
     if not _kernels_take(hidden, weight, bias) or not _is_covered(weight):
         return False
@@ -78,7 +78,7 @@ def routing_of(
     """The experts of ``hidden [T, H]`` by a layer's router, see :func:`~.reference.route`."""
     router, settings = layer.router, layer.settings
     if hidden.is_cuda and chosen is None and _router_takes(hidden, router, settings):
-        from megatron_async.kernels.moe.router_triton import route_many
+        from megatron_async.kernels.moe.routing.wide_triton import route_many
 
         return route_many(
             hidden, router.weight, settings, bias=router.bias, expert_bias=router.expert_bias,

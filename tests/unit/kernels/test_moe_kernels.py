@@ -21,7 +21,7 @@ from megatron_async.kernels.moe.mxfp4 import pack, unpack
 from megatron_async.kernels.moe.reference import NO_EXPERT, Routing, activate, route
 from megatron_async.kernels.moe.settings import ExpertActivation, RouterSettings
 from megatron_async.kernels.moe.shape import Live, MoeShape, MoeWeights, ScaleColumns
-from megatron_async.kernels.moe.tiles import MAX_ROWS, MoeTiles, Tile, choose_tiles
+from megatron_async.kernels.moe.tiles import MAX_ROWS, MoeTiles, Tile, choose_tiles, chosen_apart
 from megatron_async.models.fused import coverage, where
 from megatron_async.models.fused.decoder import FusedDecoder
 from megatron_async.models.fused.report import MLP
@@ -253,6 +253,54 @@ SMALL = (
 @pytest.mark.parametrize(("shape", "rows", "options"), SMALL)
 def test_small_layers(device: str, shape: MoeShape, rows: int, options: dict[str, Any]) -> None:
     Case(shape, rows, device, torch.float32, **options).check()
+
+
+def listed(kernels: Any) -> dict[str, Tensor]:
+    """What the router left: experts that have rows, in order, and rows of each; of all rows their
+    experts and weights."""
+    count = int(kernels.count)
+    found = {"experts": kernels._experts[:count], "bits": kernels._bits[:count]}
+    found |= {"ids": kernels.ids, "weights": kernels.weights, "of": kernels._weight_of}
+    return {name: each.clone() for name, each in found.items()}
+
+
+CHOSEN = [
+    *[(shape, rows, options, ranks) for (shape, rows, options) in SMALL for ranks in (1,)],
+    (MoeShape(32, 16, settings(40, 5), SWIGLU), 33, {}, 2),
+]
+
+
+@on_devices
+@pytest.mark.parametrize(("shape", "rows", "options", "ranks"), CHOSEN)
+def test_a_kernel_that_chooses_apart_leaves_the_same_bits(
+    device: str, shape: MoeShape, rows: int, options: dict[str, Any], ranks: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Launch after launch, with other rows; of one rank's experts too."""
+    case = Case(shape, rows, device, torch.float32, **options)
+    held = replace(shape, expert_end=shape.settings.num_experts // ranks)
+    found: dict[bool, list[dict[str, Tensor]]] = {}
+    for apart in (False, True):
+        monkeypatch.setattr(decode, "chosen_apart", lambda *_, given=apart: given)
+        fixed = case.kernels._fixed
+        kernels = MoeDecode(held, torch.device(device), torch.float32, tiles=fixed)
+        found[apart] = []
+        for step in range(3):
+            x = case.hidden.roll(step, 0).roll(step, 1)
+            live = Live(case.live.values.roll(step), 4)
+            kernels.route(case.weights, x, statistics_of(x, case.norm, 8), EPS, live)
+            found[apart].append(listed(kernels))
+        assert not kernels._row_bits.any() and not kernels._arrivals.any()
+    for together, apart_ in zip(found[False], found[True], strict=True):
+        assert len(together["experts"]) > 1
+        assert all(torch.equal(together[name], apart_[name]) for name in together)
+    assert not torch.equal(found[True][0]["ids"], found[True][1]["ids"])
+
+
+def test_who_chooses_apart() -> None:
+    """Many rows of many experts."""
+    asked = ((1, 512), (8, 128), (9, 128), (16, 64), (32, 32), (33, 32), (64, 512))
+    assert [chosen_apart(*each) for each in asked] == [False, False, True, False, False, True, True]
 
 
 @on_devices

@@ -19,8 +19,8 @@ from tests.support.interpreter import HAS_TRITON, compiled, on_devices
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not built for this platform")
 
 if HAS_TRITON:
-    from megatron_async.kernels.moe import router_triton
-    from megatron_async.kernels.moe.router_triton import route_many
+    from megatron_async.kernels.moe.routing import wide_triton
+    from megatron_async.kernels.moe.routing.wide_triton import route_many
 
 QWEN = {"pre_softmax": True, "normalize": True}
 DEEPSEEK = {
@@ -106,7 +106,7 @@ def test_a_layer_asks_it_for_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = RouterSettings(num_experts=4, top_k=2, **QWEN)
     asked: list[int] = []
     monkeypatch.setattr(trial, "GROUPED_EXPERTS", True)
-    monkeypatch.setattr(router_triton, "route_many", lambda x, *_, **__: asked.append(len(x)))
+    monkeypatch.setattr(wide_triton, "route_many", lambda x, *_, **__: asked.append(len(x)))
 
     def ask(
         rows: int, *, dtype: torch.dtype = torch.bfloat16, chosen: Tensor | None = None
@@ -129,7 +129,7 @@ def test_a_layer_asks_it_for_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("rows", [128, 5000])
 @pytest.mark.parametrize("case", range(len(LARGE)))
 def test_it_fits_a_gpu(case: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_triton, "uses_pdl", lambda device: True)
+    monkeypatch.setattr(wide_triton, "uses_pdl", lambda device: True)
     experts, top_k, size, fields = LARGE[case]
 
     def meta(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

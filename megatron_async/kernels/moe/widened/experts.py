@@ -26,8 +26,8 @@ THREADS, STAGES = (352, 256, 128), 2
 """Threads of a CTA, the first that leave room for eight rows; and steps that each warp has on their
 way."""
 LEAST_16_BIT_ROWS = 33
-"""Of a step, of weights in bfloat16: with fewer the Triton kernels are quicker (Qwen3-30B-A3B on an
-H200, us a layer at 32 and 64 rows: 296 and 359, and 269 and 383 of theirs)."""
+"""Rows of a step with weights in bfloat16: with fewer the Triton kernels are quicker (Qwen3-30B-A3B
+on an H200, us a layer at 32 and 64 rows: 296 and 359, and 269 and 383 of theirs)."""
 _PASSES = (32, 24, 16, 8)
 """Rows of an expert that are computed at once, as many as fit into shared memory."""
 _MOST_EXPERTS, _MOST_PLACES = 512, 16

@@ -1,0 +1,1 @@
+"""Routers of experts: logits, and the choice among them."""
