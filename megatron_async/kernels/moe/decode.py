@@ -149,7 +149,7 @@ class MoeDecode:
     @property
     def has_one_kernel(self) -> bool:
         """There is one that takes a few rows."""
-        return self._row is not None and self._holds_all
+        return any(self._of_few(rows) is not None for rows in range(1, row.MOST_ROWS + 1))
 
     def without(self, source: str, reason: str) -> bool:
         """Leave a CUDA kernel that the GPU does not run to the others; whether these can."""
@@ -168,8 +168,10 @@ class MoeDecode:
         return self.shape.held == self.shape.settings.num_experts
 
     def _of_few(self, rows: int) -> row.MoeRow | None:
-        """Return the one kernel, if it takes ``rows`` rows."""
+        """Return the one kernel, if it takes ``rows`` rows, and is the quickest that does."""
         if self._row is None or not self._holds_all:
+            return None
+        if self._widened is not None and rows >= widened.least_beside_one_kernel(self.shape):
             return None
         refused = row.why_not(self.shape, rows, self._dtype, self._sm_count, self._limit)
         return self._row if refused is None else None

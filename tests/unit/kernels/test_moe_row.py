@@ -119,7 +119,7 @@ class RowCase(Case if HAS_TRITON else object):  # type: ignore[misc]
     ) -> None:
         super().__init__(shape, rows, device.type, torch.bfloat16, **options)
         ctas = CTAS if device.type == "cpu" else row.cuda.sm_count(0)
-        self.kernels = MoeDecode(self.shape, device, sm_count=ctas, one_kernel=True)
+        self.kernels = MoeDecode(self.shape, device, sm_count=ctas, one_kernel=True, widens=False)
         assert self.kernels._of_few(rows) is self.kernels._row is not None
         self.one_launch = one_launch
 

@@ -229,6 +229,21 @@ def test_what_the_kernel_does_not_take_is_said(changes: dict[str, Any], says: st
     assert widened.why_not(packed, torch.float32) == "torch.float32 is not covered"
 
 
+def test_which_rows_the_one_kernel_keeps() -> None:
+    """As measured: few rows in 16 bits, one in e4m3, none in MXFP4, unless it is all there is."""
+    cpu, shape, rows = torch.device("cpu"), LARGE["qwen3-30b-a3b"], (1, 2, 4)
+    e4m3 = replace(shape, scale_columns=ScaleColumns(2048, 768))
+    packed = replace(LARGE["gpt-oss"], is_packed=True)
+    for given, kept in ((shape, rows), (e4m3, (1,)), (packed, ())):
+        for widens in (True, False):
+            found = MoeDecode(given, cpu, sm_count=132, one_kernel=True, widens=widens)
+            sources = [found.work(n, gate=False, one_launch=True) for n in rows]
+            of_row = tuple(n for n, work in zip(rows, sources, strict=True)
+                           if [source for source, _ in work] == [row.SOURCE])  # fmt: skip
+            assert of_row == (kept if widens else rows)
+            assert found.has_one_kernel == bool(of_row)
+
+
 def test_which_rows_of_experts_in_16_bits_it_takes() -> None:
     """33 and more, beside Triton's kernels; of fewer bits all."""
     cpu = torch.device("cpu")

@@ -28,6 +28,10 @@ way."""
 LEAST_16_BIT_ROWS = 33
 """Rows of a step with weights in bfloat16: with fewer the Triton kernels are quicker (Qwen3-30B-A3B
 on an H200, us a layer at 32 and 64 rows: 296 and 359, and 269 and 383 of theirs)."""
+_LEAST_E4M3_ROWS = 2
+"""As quick as the one kernel of ``row.py``, or quicker, on an H200, us a layer: of Qwen3-30B-A3B in
+e4m3 45 and 49 at two rows, 60 and 94 at four, but 35 and 23 at one; of GPT-OSS-20B in MXFP4 39 and
+44 at one row, 84 and 201 at four."""
 _PASSES = (32, 24, 16, 8)
 """Rows of an expert that are computed at once, as many as fit into shared memory."""
 _MOST_EXPERTS, _MOST_PLACES = 512, 16
@@ -74,6 +78,13 @@ class Sums(NamedTuple):
 def least_rows(shape: MoeShape) -> int:
     """The least rows of a step that the kernel computes."""
     return LEAST_16_BIT_ROWS if shape.weight_size is None else 1
+
+
+def least_beside_one_kernel(shape: MoeShape) -> int:
+    """The least rows of a step that take this kernel where ``row.py``'s takes them too."""
+    if shape.is_packed:
+        return 1
+    return LEAST_16_BIT_ROWS if shape.weight_size is None else _LEAST_E4M3_ROWS
 
 
 def why_not(shape: MoeShape, dtype: torch.dtype, limit: int = HOPPER_BYTES) -> str | None:
