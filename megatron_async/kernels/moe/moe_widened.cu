@@ -317,12 +317,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 float offset, Out* out) {
   const int warp = threadIdx.x / 32;
   Schedule& s = *(Schedule*)(shared + SCHEDULE_AT);
-  wait_for_predecessor();
+  // The first layer's CTAs have all waited for the router before one of the second's begins.
+  if (!DOWN) wait_for_predecessor();
   release_successor();
   read_schedule(s, experts, bits, found, ids, weights);
   const i64 all = (i64)s.unit_count * TILES;
   const int first = (int)(all * blockIdx.x / gridDim.x), end = (int)(all * (blockIdx.x + 1) / gridDim.x);
-  if (first == end) return;
+  if (first == end) {
+    if (DOWN) wait_for_predecessor();  // who comes next may write what the first layer reads
+    return;
+  }
 
   const Arguments given{w, scale, bias, limit, offset, out};
   const Cursor begin(first, end, warp);
@@ -331,6 +335,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               base + SCALES_AT + warp * SCALE_TILES * SCALE_TILE};
   Reads reads{begin, 0, 0};
   for (int i = 0; i < ST; i++) loads.next(given, s);
+  if (DOWN) wait_for_predecessor();
   for (int unit = first / TILES; unit * TILES < end;) {
     for (int i = threadIdx.x; i < PASS; i += THREADS) s.row_of[i] = -1;
     __syncthreads();  // WAR: all have multiplied the rows that were there
