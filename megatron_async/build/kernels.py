@@ -29,8 +29,8 @@ def compiling_meanwhile(
     config: EngineConfig, device: torch.device
 ) -> Iterator[Callable[[Any], None]]:
     """While a model is loaded inside, compilers are made ready. Call what this yields with the
-    model once its modules are there. An error inside does not wait for kernels that have not begun
-    to compile.
+    model once its modules are there: kernels of decode steps begin to compile, and the one that
+    looks at weights. An error inside does not wait for those of steps that have not begun.
 
     Args:
         device: a CUDA device.
@@ -39,8 +39,16 @@ def compiling_meanwhile(
 
     begun: list[Callable[[], None]] = []
     try:
-        with compilers_ahead(device):
-            yield lambda model: begun.append(compile_meanwhile(model, config))
+        with compilers_ahead(device) as behind:
+
+            def built(model: Any) -> None:
+                if not config.allow_non_finite_weights:
+                    from megatron_async.kernels import finite
+
+                    finite.compile_ahead(((p, p.dtype) for p in model.parameters()), behind)
+                begun.append(compile_meanwhile(model, config))
+
+            yield built
     except BaseException:
         for give_up in begun:
             give_up()

@@ -16,7 +16,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class CompileAhead:
         self, device: torch.device, load: Callable[[Any, torch.device], None] | None = None
     ) -> None:
         self._device = device
-        self._load = load or _load
+        self._load = load or load_kernel
         count = _thread_count()
         self._cuda_threads = ThreadPoolExecutor(count, thread_name_prefix="nvrtc")
         self._triton_threads = ThreadPoolExecutor(count, thread_name_prefix="triton")
@@ -113,11 +113,11 @@ class CompileAhead:
         self._asked[id(kernel)] = kernel
         constants = (parameter.is_constexpr for parameter in kernel.params)
         values = [
-            value if constant else _variant(value)
+            value if constant else variant_of(value)
             for value, constant in zip(args, constants, strict=False)
         ]
         named = [
-            (name, _variant(value) if isinstance(value, Tensor) else value)
+            (name, variant_of(value) if isinstance(value, Tensor) else value)
             for name, value in sorted(options.items())
         ]
         key = (id(kernel), *values, *named)
@@ -142,17 +142,24 @@ class CompileAhead:
 
 
 @contextlib.contextmanager
-def compilers_ahead(device: torch.device) -> Iterator[None]:
+def compilers_ahead(
+    device: torch.device,
+) -> Iterator[Callable[[Callable[[], None]], Future[None]]]:
     """Meanwhile other threads have what compilers need before their first kernel: a CUDA context,
     NVRTC's library, the digest of Triton's own files, and the module by which it asks the driver.
+    What this yields has one of them run what it is given behind that.
 
     Args:
         device: a CUDA device.
     """
     with ThreadPoolExecutor(2, thread_name_prefix="compilers") as pool:
-        pool.submit(_have_driver, device)
-        pool.submit(_have_digest)
-        yield
+        ready = pool.submit(_have_driver, device), pool.submit(_have_digest)
+
+        def behind(work: Callable[[], None]) -> None:
+            wait(ready)
+            work()
+
+        yield lambda work: pool.submit(behind, work)
 
 
 def _have_driver(device: torch.device) -> None:
@@ -225,8 +232,16 @@ class _Loading(Executor):
         return self._ahead.submit_triton(functools.partial(fn, *args, **kwargs))
 
 
-def _load(kernel: Any, device: torch.device) -> None:
-    """Compile the launcher of a kernel, and load both."""
+def compile_and_load(
+    kernel: Any, device: torch.device, args: tuple[Any, ...], options: Mapping[str, Any]
+) -> None:
+    """Compile a Triton kernel for launches with such arguments, in this thread, and load it."""
+    with torch.cuda.device(device):
+        load_kernel(kernel.run(*args, grid=(1,), warmup=True, **options), device)
+
+
+def load_kernel(kernel: Any, device: torch.device) -> None:
+    """Compile the launcher of a compiled Triton kernel, and load both."""
     with torch.cuda.device(device):
         getattr(kernel, "run")  # noqa: B009 - a property, which loads
 
@@ -242,7 +257,7 @@ def _forget_failures(kernel: Any) -> None:
                 variants.pop(key, None)
 
 
-def _variant(value: Any) -> Any:
+def variant_of(value: Any) -> Any:
     """What Triton may know of an argument that is no constant, or more."""
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16 == 0

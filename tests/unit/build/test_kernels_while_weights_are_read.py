@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -91,7 +93,9 @@ def test_an_error_while_weights_are_read_leaves_out_what_has_not_begun(
 
     monkeypatch.setattr(ahead, "_begun", set())
     monkeypatch.setattr(ahead, "_thread_count", lambda: 1)
-    monkeypatch.setattr(ahead, "compilers_ahead", lambda device: nullcontext())
+    done: Future[None] = Future()
+    done.set_result(None)
+    monkeypatch.setattr(ahead, "compilers_ahead", lambda device: nullcontext(lambda work: done))
     monkeypatch.setattr(ahead.cuda, "architecture", lambda index: "sm_90a")
     monkeypatch.setattr(ahead.cuda, "machine_code", machine_code)
     monkeypatch.setattr(kernels, "foreseen", lambda *_: iter([("embed", {}), ("norm", {})]))
@@ -104,6 +108,33 @@ def test_an_error_while_weights_are_read_leaves_out_what_has_not_begun(
     for thread in set(threading.enumerate()) - threads:
         thread.join(PATIENCE_SECONDS)
     assert compiled == ["embed"]
+
+
+@pytest.mark.parametrize("config", [CONFIG, EngineConfig(batch_invariant=True)])
+def test_what_looks_at_weights_is_compiled_before_they_are_read(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="the kernel needs triton")
+    from megatron_async.kernels import finite
+
+    compiled: list[Any] = []
+    done: Future[None] = Future()
+    done.set_result(None)
+
+    def behind(work: Any) -> Future[None]:
+        work()
+        return done
+
+    monkeypatch.setattr(ahead, "compilers_ahead", lambda device: nullcontext(behind))
+    monkeypatch.setattr(kernels, "compile_meanwhile", lambda *_: lambda: None)
+    monkeypatch.setattr(
+        finite, "compile_and_load", lambda kernel, device, args, options: compiled.append(args)
+    )
+    gpu = torch.device("cuda", 0)
+    for each in (config, dataclasses.replace(config, allow_non_finite_weights=True)):
+        with compiling_meanwhile(each, gpu) as built:
+            load_pretrained("tiny", dtype=torch.bfloat16, built=built)
+    assert [(weight.dtype, count % 16) for weight, _, count, _ in compiled] == [(torch.bfloat16, 0)]
 
 
 def test_a_kernel_is_begun_once_and_its_threads_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,6 +133,45 @@ def test_each_variant_of_a_kernel_is_compiled_once(compilations: list[tuple[str,
         for variant in variants:
             launch(*variant)
     assert len(compilations) == len(variants)
+
+
+@compiles
+def test_a_look_at_weights_waits_for_its_kernels(
+    compilations: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_async.kernels import finite
+
+    loaded: list[str] = []
+    may_begin, looked = threading.Event(), threading.Event()
+    finite._mark_not_finite_kernel.device_caches.clear()
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(ahead_, "load_kernel", lambda kernel, device: loaded.append(kernel.name))
+    half = torch.zeros(4, 64, dtype=torch.bfloat16)
+    weights = [half, half[:, 1:33].contiguous(), half.view(-1)[1:49], half.float(), half[:3, :5]]
+    marks = torch.zeros(len(weights), dtype=torch.int32)
+
+    def look() -> None:
+        for weight, mark in zip(weights, marks.unbind(), strict=True):
+            if finite.takes(weight, weight.dtype):
+                finite.mark_not_finite(weight, weight.dtype, mark)
+        looked.set()
+
+    def compile_(work: Any) -> None:
+        assert may_begin.wait(PATIENCE_SECONDS)
+        work()
+
+    with compiling_for(None), ThreadPoolExecutor(1, thread_name_prefix="compilers") as pool:
+        given = [(weight, weight.dtype) for weight in weights]
+        finite.compile_ahead(given, lambda work: pool.submit(compile_, work))
+        looking = threading.Thread(target=look)
+        looking.start()
+        assert not looked.wait(0.1)  # a thread that does not wait has compiled by itself below
+        may_begin.set()
+        looking.join(PATIENCE_SECONDS)
+    finite._mark_not_finite_kernel.device_caches.clear()
+    assert looked.is_set() and not finite._compiling
+    assert len(loaded) == 3  # bfloat16, the same at an odd address, and float32
+    assert [thread.split("_")[0] for _, thread in compilations] == ["compilers"] * 3
 
 
 @compiles
