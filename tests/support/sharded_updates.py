@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -260,7 +260,12 @@ def run_layout(folder: Path, name: str) -> None:
 
     ends += [be_rank(rank) for rank in range(1, layout.world_size)]
     ends += [train(rank) for rank in range(TRAINERS)]
-    running = {forked(run) for run in [*ends, lead]}
+    run_together(name, [*ends, lead])
+
+
+def run_together(name: str, runs: Sequence[Callable[[], None]]) -> None:
+    """Fork a process for each, and wait for them; where one fails, all end."""
+    running = {forked(run) for run in runs}
     while running:
         pid, status = os.wait()
         running.discard(pid)

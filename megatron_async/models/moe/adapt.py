@@ -19,6 +19,7 @@ from megatron_async.models import parallel
 from megatron_async.models.moe.compute import KeptWeights
 from megatron_async.models.moe.layer import ExpertWeights, SharedExpertMLP, mixture
 from megatron_async.models.moe.settings import router_settings
+from megatron_async.models.moe.trainer_ranks import TrainerRanks, ranks_of
 from megatron_async.models.parallel import ModelParallel
 
 from megatron.core.activations import quick_gelu, squared_relu  # isort: skip
@@ -52,7 +53,7 @@ class AdaptedMoELayer(MegatronMoELayer):  # type: ignore[misc]
 
     asks_for_padding_mask = True
     """megatron's layers around it hand the mask on, if the model is given one."""
-    ranks: ModelParallel | None = None
+    ranks: ModelParallel | TrainerRanks | None = None
     """Ranks that have some of the experts each, or a share of each; None for one rank."""
     chosen: Tensor | None = None
     forced: Tensor | None = None
@@ -137,8 +138,7 @@ def adapt_experts(layer: Any) -> None:
     if type(mlp) is not MegatronMoELayer:
         return
     mlp.__class__ = AdaptedMoELayer
-    if mlp.config.expert_model_parallel_size * mlp.config.expert_tensor_parallel_size > 1:
-        mlp.__dict__["ranks"] = parallel.current()
+    mlp.__dict__["ranks"] = ranks_of(mlp.config)
     mlp.settings = router_settings(mlp.config)
     mlp.activation = _activation(mlp.config)
     if mlp.shared_experts is not None:

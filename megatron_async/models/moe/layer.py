@@ -21,11 +21,11 @@ from torch import Tensor
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
 from megatron_async.kernels.moe.reference import held_experts
-from megatron_async.models import parallel
 from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.moe.compute import KeptWeights, experts_of, routing_of
 from megatron_async.models.moe.settings import expert_activation, router_settings
 from megatron_async.models.moe.shards import expert_shards
+from megatron_async.models.moe.trainer_ranks import TrainerRanks, ranks_of
 from megatron_async.models.quantized.deferred import as_built
 from megatron_async.models.quantized.linear import SCALE, weight_of
 
@@ -175,8 +175,7 @@ class MoELayer(MegatronModule):  # type: ignore[misc]
         super().__init__(config)
         self.settings = router_settings(model)
         self.activation = expert_activation(model)
-        is_split = config.expert_model_parallel_size * config.expert_tensor_parallel_size > 1
-        self.ranks = parallel.current() if is_split else None
+        self.ranks = ranks_of(config)
         self.router = Router(config, model)
         self.experts = Experts(config, model)
         self.shared_experts = self.fc1_latent_proj = self.fc2_latent_proj = None
@@ -248,11 +247,13 @@ def mixture(layer: Any, hidden_states: Tensor, padding_mask: Tensor | None) -> T
         layer.noted.append(routing.ids)
     if leaving.to is not None:
         leaving.to(layer, routing.ids)
-    ranks = layer.ranks
+    ranks, hidden = layer.ranks, _linear(tokens, layer.fc1_latent_proj)
     if ranks is not None:
         held = len(layer.kept_weights.w1)
         routing = held_experts(routing, held * ranks.expert_rank, held)
-    output = experts_of(layer, _linear(tokens, layer.fc1_latent_proj), routing)
+        if isinstance(ranks, TrainerRanks):
+            hidden, routing = ranks.shared(hidden, routing)
+    output = experts_of(layer, hidden, routing)
     if ranks is not None:
         output = ranks.sum_experts_(output)
     output = _linear(output, layer.fc2_latent_proj)

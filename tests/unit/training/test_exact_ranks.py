@@ -2,110 +2,132 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
 from megatron_async.checkpoint.load import load_pretrained
+from megatron_async.errors import ConfigError
 from megatron_async.models.gpt_network import GPTNetwork
+from megatron_async.models.moe.layer import MoELayer
+from megatron_async.models.moe.trainer_ranks import ranks_of
+from megatron_async.weights.parallel_layouts import shard_of
 from tests.support.batches import new_batch
 from tests.support.child_environment import child_environment
 from tests.support.patience import PATIENCE_SECONDS
 
-ENGINE = """
-import sys
-import torch
-from megatron_async import DynamicInferenceEngine, EngineConfig, SamplingParams
-from megatron_async.request.rollouts import batch_of
+from megatron.core import parallel_state  # isort: skip
 
-PROMPTS = ["def a(", "class B", "import ", "x = 1", "def a(b"]
+ROOT = Path(__file__).parents[3]
+RANKS = 2
+SIZES = ("model", "tensor")
+Found = dict[str, Any]
 
-if __name__ == "__main__":
-    params = [
-        SamplingParams(
-            temperature=1.0, seed=row, num_tokens_to_generate=20, termination_id=-1,
-            return_log_probs=True, skip_prompt_log_probs=True,
-        )
-        for row in range(len(PROMPTS))
-    ]
-    found = {}
-    for dtype in ("float32",):  # bfloat16 hides what differs by a little
-        config = EngineConfig(
-            device="cpu", dtype=dtype, depth=2, max_requests=3, max_sequence_length=64,
-            block_count=24, block_size_tokens=8, batch_invariant=True,
-            tensor_model_parallel_size=2,
-        )
-        with DynamicInferenceEngine.from_pretrained("tiny", config) as engine:
-            requests = engine.generate(PROMPTS, params)
-            found[dtype] = batch_of([request.rollout() for request in requests])._asdict()
-    torch.save(found, sys.argv[1] + "/rollouts.pt")
-"""
-TRAINER = """
-import os
-import sys
-import torch
-import torch.distributed as dist
-from megatron_async.checkpoint.load import load_pretrained
-from megatron_async.errors import ConfigError
-from megatron_async.training import exact_numerics
-from megatron.core import parallel_state
 
-folder, rank = sys.argv[1], int(sys.argv[2])
-dist.init_process_group(
-    "gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2
-)
-parallel_state.initialize_model_parallel(2)
-found = {}
-for dtype, batch in torch.load(folder + "/rollouts.pt", weights_only=True).items():
-    tokens = batch["tokens"]
-    model = load_pretrained("tiny", dtype=getattr(torch, dtype)).model.train()
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    with exact_numerics(model) as exact:
-        losses = model(tokens, positions, None, labels=tokens.roll(-1, dims=1))
-        losses.sum().backward()
-        found[dtype] = -losses.detach()
-        logits = model(tokens, positions, None)
-        assert logits.shape[-1] * 2 == model.vocab_size  # its share of the columns
-        try:
-            exact.log_probs(logits, tokens)
-            raise AssertionError
-        except ConfigError as error:
-            assert "one rank's share" in str(error), error
-    assert all(p.grad is not None for n, p in model.named_parameters() if "mtp" not in n)
-torch.save(found, f"{folder}/found{rank}.pt")
-# A rank that leaves while the other still talks to it takes gloo's threads down with a crash.
-dist.barrier()
-dist.destroy_process_group()
-os._exit(0)  # the interpreter takes a second to end
-"""
+def found_by_ranks(folder: Path, *arguments: str, **environment: str) -> list[Found]:
+    """What each rank of the trainer found, see ``tests/support/exact_ranks.py``."""
+    subprocess.run(
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "tests.support.exact_ranks",
+            str(folder),
+            *arguments,
+        ],
+        env=child_environment(**environment),
+        cwd=ROOT,
+        check=True,
+        timeout=PATIENCE_SECONDS,
+    )
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def check(found: list[Found], depths: tuple[int, ...]) -> None:
+    """Each token has the log-probability that it was sampled with, before and after new weights;
+    without exact numerics some have others."""
+    for of_rank in found:
+        assert list(of_rank) == [str(depth) for depth in depths]
+        for depth, at_depth in of_rank.items():
+            counters = at_depth.pop("counters")
+            assert counters["evictions"] and counters["tokens_cached"]
+            assert counters["tokens_accepted"]
+            assert (counters["tokens_discarded"] > 0) <= (depth != "0")
+            assert sum(each["tokens"] for each in at_depth.values()) == 120
+            for weights, each in at_depth.items():
+                assert each["tokens"] > 20 and each["plain"] > 0
+                assert each["exact"] == 0, (depth, weights, each)
+                share, whole = each["columns"]  # a rank has its share of the columns
+                assert share * RANKS == whole and "one rank's share" in each["share"]
 
 
 @pytest.mark.slow
-def test_two_ranks_have_the_log_probs_of_two_ranks(tmp_path: Path) -> None:
-    def start(source: str, rank: int) -> subprocess.Popen[bytes]:
-        program = tmp_path / f"program{rank}.py"
-        program.write_text(source)
-        return subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(program), str(tmp_path), str(rank)],
-            env=child_environment(OMP_NUM_THREADS="1"),
-        )
+@pytest.mark.sweep(of=2)
+@pytest.mark.parametrize("model", ("dense", "experts"))
+def test_two_ranks_have_the_log_probs_and_gradients_of_two_ranks(
+    model: str, tmp_path: Path
+) -> None:
+    """In float32: bfloat16 hides what differs by a little. Gradients are those of one rank."""
+    check(found_by_ranks(tmp_path, model, "float32", "2", OMP_NUM_THREADS="1"), (2,))
+    rolled = torch.load(tmp_path / "rollouts.pt", weights_only=True)[2]
+    tokens = rolled["batch"]["tokens"]
+    whole = load_pretrained(tmp_path / "old", dtype=torch.float32).model.train()
+    whole.requires_grad_(True)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    whole(tokens, positions, None, labels=tokens.roll(-1, dims=1)).sum().backward()
+    expected = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
+    for rank in range(RANKS):
+        gradients = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        assert gradients.keys() == expected.keys()
+        for name, gradient in expected.items():
+            share = shard_of(name, gradient, rank, RANKS, gated=True)
+            close = 1e-4 * float(gradient.abs().max())
+            torch.testing.assert_close(gradients[name], share, rtol=1e-3, atol=close, msg=name)
 
-    assert start(ENGINE, 0).wait(timeout=PATIENCE_SECONDS) == 0
-    ranks = [start(TRAINER, rank) for rank in range(2)]
-    assert [rank.wait(timeout=PATIENCE_SECONDS) for rank in ranks] == [0, 0]
-    batches = torch.load(tmp_path / "rollouts.pt", weights_only=True)
-    for rank in range(2):
-        found = torch.load(tmp_path / f"found{rank}.pt", weights_only=True)
-        for dtype, batch in batches.items():
-            mask = batch["loss_mask"]
-            assert mask.sum() == 100
-            own = found[dtype].roll(1, dims=1)
-            assert torch.equal(own[mask], batch["log_probs"][mask]), dtype
+
+@pytest.fixture
+def both_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One group of processes that wait for each other on two GPUs at a time."""
+    with FileLock(tmp_path_factory.getbasetemp().parent / "both_gpus.lock"):
+        yield
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize("model", ("dense", "experts"))
+def test_two_gpus_have_the_log_probs_of_two_gpus(
+    model: str, dtype: str, tmp_path: Path, both_gpus: None
+) -> None:
+    """In captured graphs."""
+    depths = (0, 1, 2, 4)
+    found = found_by_ranks(
+        tmp_path, model, dtype, *map(str, depths), RANKED_DEVICE="cuda",
+        PYTORCH_NVML_BASED_CUDA_CHECK="1",
+    )  # fmt: skip
+    check(found, depths)
+
+
+def test_experts_that_are_spread_over_ranks_are_not_trained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each rank computed its own experts for its own tokens, and nobody said so."""
+    model = load_pretrained("tiny-moe").model
+    layer = next(module for module in model.modules() if isinstance(module, MoELayer))
+    layer.ranks = ranks_of(SimpleNamespace(**{f"expert_{of}_parallel_size": 2 for of in SIZES}))
+    monkeypatch.setattr(parallel_state, "get_expert_model_parallel_world_size", lambda: 2)
+    tokens = torch.arange(5)[None]
+    with pytest.raises(ConfigError, match="train without expert_model_parallel_size"):
+        model(tokens, tokens, None)
 
 
 def test_weights_that_want_gradients_give_the_same_bits() -> None:
