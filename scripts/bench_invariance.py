@@ -3,31 +3,70 @@
     python -m scripts.bench_invariance --model random:llama8b --batch-sizes 1,32,64,128,256
     python -m scripts.bench_invariance --model tiny --batch-sizes 1,8 --prefill 2x64 --train 2x64
     python -m scripts.bench_invariance --model random:llama8b --batch-sizes 32 --profile
+    python -m scripts.bench_invariance --table --seconds 200
 
-Decode steps are greedy, at depth 1. Prefill is the time until all prompts have their first token.
-A trainer's step is forward and backward of all tokens, without an optimizer. Rounds alternate
-between the two ways; figures are medians. ``--profile`` says which kernels a decode step has, and
-what products of Llama-8B take with each tile (``scripts/profile_invariance.py``).
+``--table`` measures all of :data:`TABLE` on a GPU, and on a CPU the same of small models; each line
+is printed as soon as it is there, and none is begun after ``--seconds``.
+
+Decode steps are greedy, at depth 1. Prefill is the time until all prompts have their first token. A
+trainer's step is forward and backward of all tokens, without an optimizer. Rounds alternate between
+the two ways; figures are medians. ``--profile`` says which kernels a decode step has, and what
+products of Llama-8B take with each tile (``scripts/profile_invariance.py``).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import functools
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_async import DynamicInferenceEngine, EngineConfig, SamplingParams
+from megatron_async.models.build import build_random_model
+from megatron_async.models.description.shapes import SHAPES
 from megatron_async.training import exact_numerics
 from scripts import profile_invariance
 
 WARMUP, BLOCK = 20, 64
 WAYS = (False, True)
 """Whether kernels are batch-invariant."""
+Size = tuple[int, int]
+"""Prompts or sequences, and the tokens of each."""
+
+
+class Rows(NamedTuple):
+    """Lines of a table of one model.
+
+    Args:
+        model: as ``--model``; of ``random:SHAPE`` with ``layers`` that many alone.
+        train, prefill: sizes; None leaves the line out.
+        decode: rows of steps.
+    """
+
+    model: str
+    train: Size | None = None
+    prefill: Size | None = None
+    decode: tuple[int, ...] = ()
+    layers: int | None = None
+
+
+TABLE = (
+    Rows("random:qwen0.6b", (4, 2048), (4, 4096), (32, 256, 1, 8, 64, 128)),
+    Rows("random:llama8b", (4, 2048), layers=4),
+    Rows("random:llama8b", None, (4, 4096), (256, 8, 32, 64, 128, 1)),
+)
+"""What is measured first is what matters most where the seconds are few."""
+SMALL_TABLE = (
+    Rows("random:tiny-llama", (2, 32), (2, 64), (1, 8)),
+    Rows("random:tiny-llama", (2, 32), layers=1),
+)
 
 
 def config_of(rows: int, length: int, invariant: bool, device: str) -> EngineConfig:
@@ -143,11 +182,120 @@ def both_engines(
         }
 
 
-def print_line(what: str, plain: float, exact: float) -> None:
-    print(f"| {what} | {plain:.3f} | {exact:.3f} | {exact / plain - 1:+.1%} |", flush=True)
+class Bench:
+    """Prints lines, of which none begins when the seconds are over.
+
+    Args:
+        args: of the command line.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._begun = time.perf_counter()
+
+    def table(self, table: tuple[Rows, ...]) -> None:
+        """All lines of ``table``."""
+        print("| | plain ms | invariant ms | |\n|---|---|---|---|", flush=True)
+        for rows in table:
+            if rows.layers is not None:
+                assert rows.train is not None
+                what = f"{rows.model}, {rows.layers} layers, "
+                cut = functools.partial(self._cut, rows)
+                self._line(f"{what}{self._train_name(rows.train)}", cut)
+                continue
+            if self._is_over():
+                self._left_out(f"{rows.model}")
+                continue
+            config = config_of(1, 128, False, self._args.device)
+            with DynamicInferenceEngine.from_pretrained(rows.model, config) as first:
+                self._of_engine(rows, first, f"{rows.model}, " if len(table) > 1 else "")
+
+    def _of_engine(self, rows: Rows, first: DynamicInferenceEngine, what: str) -> None:
+        if rows.train is not None:
+            train = functools.partial(self._train, first.model.network.model, rows.train)
+            self._line(f"{what}{self._train_name(rows.train)}", train)
+        if rows.prefill is not None:
+            count, length = rows.prefill
+            prefill = functools.partial(self._prefill, first, rows.prefill)
+            self._line(f"{what}prefill, {count} x {length}", prefill)
+        for count in rows.decode:
+            decode = functools.partial(self._decode, first, count)
+            self._line(f"{what}decode, {count} rows", decode)
+
+    def _train_name(self, size: Size) -> str:
+        return f"trainer's step, {size[0]} x {size[1]}"
+
+    def _line(self, what: str, measured: Callable[[], dict[bool, float]]) -> None:
+        if self._is_over():
+            self._left_out(what)
+            return
+        try:
+            found = measured()
+        except torch.OutOfMemoryError as error:
+            print(f"| {what} | no memory: {str(error).splitlines()[0]} | | |", flush=True)
+            torch.cuda.empty_cache()
+            return
+        plain, exact = found[False], found[True]
+        print(f"| {what} | {plain:.3f} | {exact:.3f} | {exact / plain - 1:+.1%} |", flush=True)
+        print(f"# {time.perf_counter() - self._begun:.0f} s", file=sys.stderr, flush=True)
+
+    def _is_over(self) -> bool:
+        return time.perf_counter() - self._begun > self._args.seconds
+
+    def _left_out(self, what: str) -> None:
+        print(f"# left out, the seconds are over: {what}", file=sys.stderr, flush=True)
+
+    def _decode(self, first: DynamicInferenceEngine, rows: int) -> dict[bool, float]:
+        args = self._args
+        length = args.prompt + args.steps + WARMUP + 40
+
+        def of(engine: DynamicInferenceEngine) -> Callable[[], float]:
+            return lambda: step_ms(engine, rows, args.prompt, args.steps)
+
+        with both_engines(first, rows, length, args.device) as engines:
+            return in_turns(args.rounds, {way: of(engine) for way, engine in engines.items()})
+
+    def _prefill(self, first: DynamicInferenceEngine, size: Size) -> dict[bool, float]:
+        rows, length = size
+
+        def of(engine: DynamicInferenceEngine) -> Callable[[], float]:
+            return lambda: prefill_ms(engine, rows, length)
+
+        with both_engines(first, rows, length + 8, self._args.device) as engines:
+            return in_turns(self._args.rounds, {way: of(each) for way, each in engines.items()})
+
+    def _cut(self, rows: Rows) -> dict[bool, float]:
+        """A trainer's step of the first layers of a shape."""
+        assert rows.train is not None and rows.layers is not None
+        config = dataclasses.replace(
+            SHAPES[rows.model.removeprefix("random:")], num_layers=rows.layers
+        )
+        device = torch.device(self._args.device)
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        return self._train(build_random_model(config, device=device, dtype=dtype), rows.train)
+
+    def _train(self, model: Any, size: Size) -> dict[bool, float]:
+        """A trainer's step; then the model serves again."""
+        rows, length = size
+        device = next(model.parameters()).device
+        model.train().requires_grad_(True)
+
+        def exact() -> float:
+            with exact_numerics(model):
+                return train_ms(model, rows, length, device)
+
+        try:
+            return in_turns(
+                self._args.rounds,
+                {False: lambda: train_ms(model, rows, length, device), True: exact},
+            )
+        finally:
+            model.eval().requires_grad_(False)
+            for parameter in model.parameters():
+                parameter.grad = None
 
 
-def sizes(text: str) -> tuple[int, int]:
+def sizes(text: str) -> Size:
     rows, length = text.split("x")
     return int(rows), int(length)
 
@@ -185,56 +333,21 @@ def main() -> None:
     parser.add_argument(
         "--profile", action="store_true", help="kernels of decode steps, and products, on a GPU"
     )
+    parser.add_argument("--table", action="store_true", help="all lines, whatever else is given")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="no line begins after them"
+    )
     parser.add_argument("--prefill", type=sizes, help="PROMPTSxTOKENS")
     parser.add_argument("--train", type=sizes, help="SEQUENCESxTOKENS")
     args = parser.parse_args()
     if args.profile:
         profile(args)
         return
-    print("| | plain ms | invariant ms | |\n|---|---|---|---|")
-    with DynamicInferenceEngine.from_pretrained(
-        args.model, config_of(1, 128, False, args.device)
-    ) as first:
-        for rows in [int(each) for each in args.batch_sizes.split(",") if each]:
-            length = args.prompt + args.steps + WARMUP + 40
-            with both_engines(first, rows, length, args.device) as engines:
-                found = in_turns(
-                    args.rounds,
-                    {
-                        way: lambda engine=engine, rows=rows: step_ms(
-                            engine, rows, args.prompt, args.steps
-                        )
-                        for way, engine in engines.items()
-                    },
-                )
-            print_line(f"decode, {rows} rows", found[False], found[True])
-        if args.prefill is not None:
-            rows, length = args.prefill
-            with both_engines(first, rows, length + 8, args.device) as engines:
-                found = in_turns(
-                    args.rounds,
-                    {
-                        way: lambda engine=engine: prefill_ms(engine, rows, length)
-                        for way, engine in engines.items()
-                    },
-                )
-            print_line(f"prefill, {rows} x {length}", found[False], found[True])
-        if args.train is not None:
-            rows, length = args.train
-            model = first.model.network.model.train()
-            for parameter in model.parameters():
-                parameter.requires_grad_(True)
-            device = next(model.parameters()).device
-
-            def plain() -> float:
-                return train_ms(model, rows, length, device)
-
-            def exact() -> float:
-                with exact_numerics(model):
-                    return train_ms(model, rows, length, device)
-
-            found = in_turns(args.rounds, {False: plain, True: exact})
-            print_line(f"trainer's step, {rows} x {length}", found[False], found[True])
+    table: tuple[Rows, ...] = TABLE if args.device.startswith("cuda") else SMALL_TABLE
+    if not args.table:
+        decode = tuple(int(each) for each in args.batch_sizes.split(",") if each)
+        table = (Rows(args.model, args.train, args.prefill, decode),)
+    Bench(args).table(table)
 
 
 if __name__ == "__main__":
