@@ -223,12 +223,13 @@ def test_log_probs_on_a_gpu_are_those_of_rollouts(
         found.sum().backward()
 
 
-@pytest.mark.parametrize("name", ("dense", "experts"))
-def test_each_weights_tokens_are_exact_beside_those_weights(name: str) -> None:
-    """New weights came while requests ran, and what these had was computed again."""
-    models = [model_of(name, torch.bfloat16, seed) for seed in range(4)]
+def check_each_weights_tokens(name: str, dtype: torch.dtype, depth: int, **values: Any) -> None:
+    """New weights come while requests run, and what these have is computed again."""
+    device = values.get("device", "cpu")
+    models = [model_of(name, dtype, seed, device) for seed in range(4)]
+    served = model_of(name, dtype, 0, device)
     rollouts = rollouts_of(
-        model_of(name, torch.bfloat16, 0), 2, update=lambda number: models[number].state_dict()
+        served, depth, update=lambda number: models[number].state_dict(), **values
     )
     batch = batch_of(rollouts)
     assert sum(len(rollout.weight_spans) > 1 for rollout in rollouts) > 2
@@ -240,6 +241,22 @@ def test_each_weights_tokens_are_exact_beside_those_weights(name: str) -> None:
             with torch.no_grad():
                 next(model.parameters()).mul_(1.5)
             assert different(log_probs_of(exact, model, batch.tokens), batch, version)
+
+
+@pytest.mark.parametrize("name", ("dense", "experts"))
+def test_each_weights_tokens_are_exact_beside_those_weights(name: str) -> None:
+    check_each_weights_tokens(name, torch.bfloat16, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("depth", (1, 4))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("name", ("dense", "experts", "hybrid"))
+def test_each_weights_tokens_are_exact_on_a_gpu(name: str, dtype: torch.dtype, depth: int) -> None:
+    """In captured graphs, with drafts, evictions and chunks."""
+    drafts = {"num_speculative_tokens": 2, "speculative_method": "ngram"}
+    check_each_weights_tokens(name, dtype, depth, device="cuda", **drafts)
 
 
 @pytest.fixture(scope="module")
