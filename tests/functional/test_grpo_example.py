@@ -72,3 +72,21 @@ def test_with_exact_numerics_the_kl_error_is_zero(
         torch.set_num_threads(threads)
     assert [update.kl_error for update in updates] == [0.0] * 20
     assert any(update.kl_error for update in ordinary)
+
+
+@pytest.mark.slow
+def test_an_engine_in_a_process_of_its_own_has_the_trainers_weights(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each update changes them, and each batch is sampled with those of the update before."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    apart = importlib.import_module("grpo_apart")
+    monkeypatch.setattr(apart, "reward_of", lambda prompt, text, *, ended: len(set(text)) / 8)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    threads = torch.get_num_threads()
+    sizes = ["--prompts", "1", "--group", "2", "--tokens", "8", "--updates", "3"]
+    try:
+        assert apart.main([*sizes, "--in-turns"]) == [0.0] * 3
+    finally:
+        torch.set_num_threads(threads)
+    assert capsys.readouterr().out.endswith("KL error: 0.0 at most\n")
