@@ -79,6 +79,8 @@ _WRITTEN_BEFORE = {
     "mailbox": ("message", "received", "done"),
 }
 """Arguments that the kernel in front writes."""
+_OF_SECOND_LAYERS = ("x",)
+"""The first layers' launch waits for the router before it lets the second layers' begin."""
 _RANKS = {"peer_sum": "RANKS", "peer_best": "RANKS"}
 """The macro with the number of ranks, where their launches wait for each other."""
 SM_COUNT = 132
@@ -93,6 +95,8 @@ class EmulatedKernel:
         self._seed = 0
         # What GEMMs have sent is waited for word by word, and all else is there.
         self._late = () if defines.get("SENT") else _WRITTEN_BEFORE[source]
+        if source == "moe_widened" and defines["DOWN"]:
+            self._late = _OF_SECOND_LAYERS
         self._ranks = defines[_RANKS[source]] if source in _RANKS else 1
         self.in_a_row = 1
         """Launches of each rank that run one after the other, at each rank's own pace."""
