@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_async.config.engine_config import EngineConfig, check_config
+from megatron_async.config.engine_config import EngineConfig
 from megatron_async.device import open_device
 from megatron_async.engine import engine
 from megatron_async.engine.api_style import ApiStyle
@@ -23,7 +23,7 @@ from megatron_async.megatron_api.engine_config import (
     changes_of,
     chunk_of,
     config_of,
-    fit_length,
+    fit_parts,
 )
 from megatron_async.megatron_api.inference_config import engine_settings
 from megatron_async.megatron_api.main_tables import MAIN_ENGINE_ATTRIBUTES
@@ -108,10 +108,9 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
             enable_chunked_prefill = settings.enable_chunked_prefill
         if config is None:
             config = config_of(settings, context, controller)
-        check_config(config)
+        fit_parts(config, context, controller.served.network)
         changes = changes_of(context, track_paused_request_events, inference_logging_step_interval)
         if context is not None:
-            fit_length(controller.served.network, context)
             chunk = chunk_of(context.cache.sizes, config, enable_chunked_prefill)
             if chunk is not None:
                 enable_chunked_prefill = True

@@ -6,7 +6,12 @@ import logging
 import os
 from typing import Any
 
-from megatron_async.config.engine_config import DEFAULT_ASYNC_DEPTH, MAX_DEPTH, EngineConfig
+from megatron_async.config.engine_config import (
+    DEFAULT_ASYNC_DEPTH,
+    MAX_DEPTH,
+    EngineConfig,
+    check_config,
+)
 from megatron_async.errors import ConfigError
 from megatron_async.megatron_api.context import DynamicInferenceContext
 from megatron_async.megatron_api.inference_config import EngineSettings
@@ -52,6 +57,26 @@ def config_of(
         recurrent_state_dtype=settings.recurrent_state_dtype,
         random_seed=(seed or 0) + (data_parallel_rank() if settings.offsets_seed else 0),
     )
+
+
+def fit_parts(config: EngineConfig, context: Any, network: Network) -> None:
+    """Check a configuration, and that all parts of an engine are batch-invariant or none is, and
+    fit a context to the network's length.
+
+    Raises:
+        ConfigError: the configuration is wrong, or the parts differ.
+    """
+    check_config(config)
+    parts = {"GPTInferenceWrapper": getattr(network, "batch_invariant", None)}
+    if context is not None:
+        fit_length(network, context)
+        parts["DynamicInferenceContext"] = context.cache.sizes.batch_invariant
+    lacking = [name for name, value in parts.items() if value is False]
+    if lacking and (config.batch_invariant or any(parts.values())):
+        raise ConfigError(
+            f"batch_invariant=True is not said to {' and '.join(lacking)}: give it to both "
+            "GPTInferenceWrapper and DynamicInferenceContext, or to nothing"
+        )
 
 
 def changes_of(context: Any, track_paused: bool, logging_interval: int) -> dict[str, Any]:

@@ -190,6 +190,11 @@ def _check(model: Any) -> None:
     for name in ("hidden_dropout", "attention_dropout"):
         if getattr(config, name, 0):
             raise ConfigError(f"exact_numerics: {name}={getattr(config, name)} must be 0")
+    if getattr(config, "expert_model_parallel_size", 1) > 1:
+        raise ConfigError(
+            "exact_numerics: experts are spread over ranks that have tokens of their own: train "
+            "without expert_model_parallel_size"
+        )
     if not (model.pre_process and model.post_process):
         raise ConfigError("exact_numerics: the model is one of several pipeline stages")
 

@@ -51,7 +51,12 @@ class WholeSequences:
             batch_invariant=True,
             recurrent_state_dtype=self._recurrent_state_dtype,
         )
-        return forward_prompts(self._network, batch, token_ids, lengths)
+        logits = forward_prompts(self._network, batch, token_ids, lengths)
+        ranks = self._network.parallel
+        if ranks is None or ranks.layout.tensor == 1:
+            return logits
+        # Those of an engine have their columns each.
+        return ranks.gather_logits(logits, self._network.vocab_size)
 
 
 def _groups(lengths: Sequence[int], most: int) -> Iterator[list[int]]:

@@ -25,7 +25,7 @@ from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.moe.compute import KeptWeights, experts_of, routing_of
 from megatron_async.models.moe.settings import expert_activation, router_settings
 from megatron_async.models.moe.shards import expert_shards
-from megatron_async.models.moe.trainer_ranks import TrainerRanks, ranks_of
+from megatron_async.models.moe.trainer_ranks import TrainerRanks, ranks_of, with_gradients
 from megatron_async.models.quantized.deferred import as_built
 from megatron_async.models.quantized.linear import SCALE, weight_of
 
@@ -249,6 +249,8 @@ def mixture(layer: Any, hidden_states: Tensor, padding_mask: Tensor | None) -> T
         leaving.to(layer, routing.ids)
     ranks, hidden = layer.ranks, _linear(tokens, layer.fc1_latent_proj)
     if ranks is not None:
+        if torch.is_grad_enabled():
+            ranks = with_gradients(ranks)
         held = len(layer.kept_weights.w1)
         routing = held_experts(routing, held * ranks.expert_rank, held)
         if isinstance(ranks, TrainerRanks):

@@ -68,3 +68,10 @@ def ranks_of(config: Any) -> Any:
         return None
     place = parallel.current()
     return TrainerRanks() if place is None else place
+
+
+def with_gradients(ranks: Any) -> Any:
+    """The same ranks for a forward with gradients, which those of an engine do not have."""
+    if isinstance(ranks, parallel.ModelParallel) and ranks.layout.expert == 1:
+        return TrainerRanks()
+    return ranks

@@ -534,6 +534,14 @@ def test_a_context_of_a_longer_length_takes_the_models(model: Any) -> None:
 assert VOCAB > 69
 
 
+def test_an_engine_of_which_a_part_alone_is_batch_invariant_is_refused(model: Any) -> None:
+    """The configuration alone changed nothing, and nothing said so."""
+    with pytest.raises(ConfigError, match="said to GPTInferenceWrapper and DynamicInferenceCont"):
+        build(model, EngineConfig(batch_invariant=True))
+    with pytest.raises(ConfigError, match="is not said to GPTInferenceWrapper: give it to both"):
+        build(model, batch_invariant=True)
+
+
 def test_a_fused_rope_of_flashinfer_is_taken_and_named(caplog: pytest.LogCaptureFixture) -> None:
     """As NeMo RL gives it."""
     from megatron_async.megatron_api import InferenceConfig

@@ -451,6 +451,9 @@ def test_what_has_no_exact_values_is_refused() -> None:
     model.post_process = False
     with pytest.raises(ConfigError, match="one of several pipeline stages"):
         exact_numerics(model)
+    model.config.expert_model_parallel_size = 2
+    with pytest.raises(ConfigError, match="train without expert_model_parallel_size"):
+        exact_numerics(model)
 
 
 @pytest.mark.parametrize("model", [None, "tiny", torch.nn.Linear(2, 2)])

@@ -18,7 +18,9 @@ from megatron_async.checkpoint.load import load_pretrained
 from megatron_async.errors import ConfigError
 from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.models.moe.layer import MoELayer
-from megatron_async.models.moe.trainer_ranks import ranks_of
+from megatron_async.models.moe.trainer_ranks import TrainerRanks, ranks_of, with_gradients
+from megatron_async.models.parallel import ModelParallel
+from megatron_async.ranks.layout import Layout
 from megatron_async.weights.parallel_layouts import shard_of
 from tests.support.batches import new_batch
 from tests.support.child_environment import child_environment
@@ -94,6 +96,29 @@ def test_two_ranks_have_the_log_probs_and_gradients_of_two_ranks(
             torch.testing.assert_close(gradients[name], share, rtol=1e-3, atol=close, msg=name)
 
 
+def check_own(folder: Path, **environment: str) -> None:
+    """Ranks of a megatron-core trainer that are the engine's, see
+    ``tests/support/exact_own_ranks.py``."""
+    program = [sys.executable, "-W", "ignore", "-m", "tests.support.exact_own_ranks", str(folder)]
+    subprocess.run(
+        program, env=child_environment(**environment), cwd=ROOT, check=True,
+        timeout=PATIENCE_SECONDS,
+    )  # fmt: skip
+    ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    assert ranks[0] == ranks[1] and list(ranks[0]) == ["float32", "bfloat16"]
+    for first, second in ranks[0].values():
+        assert first["tokens"] == second["tokens"] == 80 and first["sum"] != second["sum"]
+        assert first["exact"] == second["exact"] == 0
+        assert first["plain"] and second["plain"]
+
+
+@pytest.mark.slow
+def test_ranks_of_megatrons_trainer_have_the_log_probs_of_their_own_engine(tmp_path: Path) -> None:
+    """With drafts, before and after a step of the optimizer; an engine's ranks have a share of the
+    logits each, which was refused."""
+    check_own(tmp_path, OMP_NUM_THREADS="1")
+
+
 @pytest.fixture
 def both_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One group of processes that wait for each other on two GPUs at a time."""
@@ -117,6 +142,14 @@ def test_two_gpus_have_the_log_probs_of_two_gpus(
     check(found, depths)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_of_megatrons_trainer_have_those_of_their_own_engine(
+    tmp_path: Path, both_gpus: None
+) -> None:
+    check_own(tmp_path, RANKED_DEVICE="cuda", PYTORCH_NVML_BASED_CUDA_CHECK="1")
+
+
 def test_experts_that_are_spread_over_ranks_are_not_trained(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -128,6 +161,14 @@ def test_experts_that_are_spread_over_ranks_are_not_trained(
     tokens = torch.arange(5)[None]
     with pytest.raises(ConfigError, match="train without expert_model_parallel_size"):
         model(tokens, tokens, None)
+
+
+def test_an_engines_ranks_add_up_with_gradients_where_they_share_each_expert() -> None:
+    ranks = object.__new__(ModelParallel)
+    for layout, is_shared in ((Layout(2), True), (Layout(1, 1, 2), False)):
+        ranks.layout = layout
+        assert isinstance(with_gradients(ranks), TrainerRanks) == is_shared
+    assert with_gradients(None) is None
 
 
 def test_weights_that_want_gradients_give_the_same_bits() -> None:
