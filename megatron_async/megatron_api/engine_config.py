@@ -16,6 +16,7 @@ from megatron_async.errors import ConfigError
 from megatron_async.megatron_api.context import DynamicInferenceContext
 from megatron_async.megatron_api.inference_config import EngineSettings
 from megatron_async.megatron_api.model import TextGenerationController
+from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.models.network import Network
 from megatron_async.ranks.replica import data_parallel_rank
 from megatron_async.runner.memory.cache_sizes import CacheSizes
@@ -67,11 +68,13 @@ def fit_parts(config: EngineConfig, context: Any, network: Network) -> None:
         ConfigError: the configuration is wrong, or the parts differ.
     """
     check_config(config)
-    parts = {"GPTInferenceWrapper": getattr(network, "batch_invariant", None)}
+    parts = {}
+    if isinstance(network, GPTNetwork):
+        parts["GPTInferenceWrapper"] = network.batch_invariant
     if context is not None:
         fit_length(network, context)
         parts["DynamicInferenceContext"] = context.cache.sizes.batch_invariant
-    lacking = [name for name, value in parts.items() if value is False]
+    lacking = [name for name, value in parts.items() if not value]
     if lacking and (config.batch_invariant or any(parts.values())):
         raise ConfigError(
             f"batch_invariant=True is not said to {' and '.join(lacking)}: give it to both "

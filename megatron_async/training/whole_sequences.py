@@ -55,7 +55,7 @@ class WholeSequences:
         ranks = self._network.parallel
         if ranks is None or ranks.layout.tensor == 1:
             return logits
-        # Those of an engine have their columns each.
+        # Each rank of an engine has its columns.
         return ranks.gather_logits(logits, self._network.vocab_size)
 
 
