@@ -281,6 +281,8 @@ def forked(run: Callable[[], None]) -> int:
     if pid:
         return pid
     status = 1
+    # torch makes its threads anew behind a fork: by one thread, and not by two of autograd at once.
+    torch.set_num_threads(torch.get_num_threads())
     try:
         run()
         status = 0

@@ -32,7 +32,7 @@ from megatron_async.models.fused.shared_experts import (
 )
 from megatron_async.models.moe.adapt import AdaptedMoELayer
 from megatron_async.models.moe.layer import MoELayer, SharedExpertMLP, leaving
-from megatron_async.models.parallel import ModelParallel
+from megatron_async.models.moe.trainer_ranks import TrainerRanks
 from megatron_async.models.quantized.values import E4M3, KEPT, is_packed, meant_shape
 
 from megatron.core.transformer.moe.shared_experts import (  # isort: skip
@@ -60,7 +60,7 @@ def experts_why_not(mlp: Any, config: Any) -> str | None:
     if mlp.fc1_latent_proj is not None:
         return "its experts have latent projections"
     is_split = max(config.tensor_model_parallel_size, config.expert_model_parallel_size) > 1
-    if is_split and not isinstance(mlp.ranks, ModelParallel):
+    if is_split and (mlp.ranks is None or isinstance(mlp.ranks, TrainerRanks)):
         return "its experts are split over ranks"
     settings = mlp.settings
     if settings.num_experts > _MOST_EXPERTS or settings.top_k > _MOST_CHOSEN:
