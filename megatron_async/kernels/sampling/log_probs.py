@@ -34,24 +34,24 @@ from megatron_async.kernels.sampling.process_logits import (
 )
 from megatron_async.kernels.sampling.row_thresholds import (
     LOG2_E,
+    MASS_UNIT,
     NAN_KEY,
     NEG_INF,
     NO_KEY,
     exact_log,
     exp2_mass,
     filter_threshold,
+    log_prob_of,
     order_key,
     scale,
 )
 from megatron_async.kernels.sampling.sample_triton import BLOCK as SEARCH_BLOCK
 from megatron_async.kernels.sampling.sample_triton import ID_MASK, best_token
 from megatron_async.kernels.sampling.verify import load_bounds, verify
-from megatron_async.sampling import exact_math
 from megatron_async.sampling.process_logits import Tables
 from megatron_async.step import packet
 from megatron_async.step.extras import LOG_PROB_WORDS as LOG_PROB_WORDS_
 
-MASS_UNIT = tl.constexpr(2.0**-exact_math.MASS_BITS)
 EMPTY = tl.constexpr(-(2**63))  # below every candidate
 NAN_BITS = tl.constexpr(0x7FC00000)
 PLACES = tl.constexpr(triton.next_power_of_2(TOP.value))
@@ -74,15 +74,6 @@ def _factor(mode, inverse_temperature):
 def _is_valid(largest):
     """Whether the key of a row's maximum is neither NaN's nor minus infinity's."""
     return (largest != NAN_KEY) & (largest > NEG_INF_KEY)
-
-
-@triton.jit
-def _log_prob(x, factor, scaled_max, log_total):
-    value = scale(x, factor) + 0.0
-    difference = value - scaled_max
-    subtracted = difference - value
-    error = (value - (difference - subtracted)) - (scaled_max + subtracted)
-    return difference - (log_total - error)
 
 
 @triton.jit
@@ -258,7 +249,7 @@ def _merge_kernel(
                 listed = tl.where(listed == most, EMPTY, listed)
             x = from_key((top >> 32).to(tl.int32))
             is_id = top > EMPTY
-            log_prob = tl.where(is_id, _log_prob(x, factor, scaled_max, log_total), NEG_INF)
+            log_prob = tl.where(is_id, log_prob_of(x, factor, scaled_max, log_total), NEG_INF)
             top_bits = log_prob.to(tl.int32, bitcast=True)
             top_ids = tl.where(is_id, ((top & ID_MASK) ^ ID_MASK).to(tl.int32), -1)
             if token >= 0:
@@ -269,7 +260,7 @@ def _merge_kernel(
                 kept = (own > NEG_INF) & (
                     order_key(own).to(tl.int64) >= tl.load(threshold_ptr + row)
                 )
-                own = tl.where(kept, _log_prob(own, factor, scaled_max, log_total), NEG_INF)
+                own = tl.where(kept, log_prob_of(own, factor, scaled_max, log_total), NEG_INF)
                 token_bits = own.to(tl.int32, bitcast=True)
     words = out + tl.load(counter) % entries * entry_stride + offset + row // WINDOW
     if WINDOW > 1:

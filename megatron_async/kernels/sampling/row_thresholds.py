@@ -35,6 +35,7 @@ SQRT_HALF_BITS = tl.constexpr(exact_math.SQRT_HALF_BITS)
 LN2_HIGH = tl.constexpr(exact_math.LN2_HIGH)
 LN2_LOW = tl.constexpr(exact_math.LN2_LOW)
 LOG2_E = tl.constexpr(exact_math.LOG2_E)
+MASS_UNIT = tl.constexpr(2.0**-exact_math.MASS_BITS)
 MASS_SHIFT = tl.constexpr(exact_math.MASS_BITS - 24)
 SCALED_LIMIT = tl.constexpr(filters.SCALED_LIMIT)
 TOP_P_BITS = tl.constexpr(filters.TOP_P_BITS)
@@ -109,6 +110,16 @@ def exp2_mass(x):
     p = p * r + 1.0
     mantissa = (p * 16777216.0).to(tl.int32).to(tl.int64)
     return (mantissa << MASS_SHIFT) >> (-whole).to(tl.int64)
+
+
+@triton.jit
+def log_prob_of(x, factor, scaled_max, log_total):
+    """The log-probability of a logit, by its row's scaled maximum and the logarithm of its mass."""
+    value = scale(x, factor) + 0.0
+    difference = value - scaled_max
+    subtracted = difference - value
+    error = (value - (difference - subtracted)) - (scaled_max + subtracted)
+    return difference - (log_total - error)
 
 
 @triton.jit

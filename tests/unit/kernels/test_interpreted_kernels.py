@@ -28,6 +28,7 @@ RUNS = (
         "test_moe_widened.py",
         "test_grouped_experts.py",
         "test_wide_router.py",
+        "test_token_log_prob.py",
         "test_mamba_kernels.py",
         "test_end_check.py",
         "test_finite_kernel.py",
