@@ -45,11 +45,6 @@ def token_log_probs(logits: Tensor, tokens: Tensor) -> LogProbs:
 
 def token_log_prob(logits: Tensor, tokens: Tensor) -> Tensor:
     """The first of :func:`token_log_probs`, without the most likely tokens."""
-    if logits.is_cuda:
-        from megatron_async.kernels.sampling import token_log_prob as kernel
-
-        if kernel.takes(logits):
-            return kernel.token_log_prob(logits, tokens)
     factor = torch.ones(len(logits), dtype=torch.float32, device=logits.device)
     threshold = torch.full_like(factor, -torch.inf)
     return _log_probs(logits, factor, threshold, tokens, listed=0)[0]

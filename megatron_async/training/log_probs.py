@@ -71,7 +71,7 @@ class _LogProbs(torch.autograd.Function):
         ctx.save_for_backward(logits, tokens)
         ctx.options = options
         if options is None:
-            found = token_log_prob(logits, tokens)
+            found = _of_model(logits, tokens)
         else:
             factor, top_k, top_p = _columns(logits, options)
             found = processed_log_prob(logits.float(), factor, top_k, top_p, tokens)
@@ -86,6 +86,16 @@ class _LogProbs(torch.autograd.Function):
         for some in (slice(at, at + size) for at in range(0, len(logits), size)):
             found[some] = _gradient(logits[some].float(), tokens[some], grad[some], ctx.options)
         return found, None, None
+
+
+def _of_model(logits: Tensor, tokens: Tensor) -> Tensor:
+    """:func:`token_log_prob`, on a GPU in one kernel."""
+    if logits.is_cuda:
+        from megatron_async.kernels.sampling import token_log_prob as kernel
+
+        if kernel.takes(logits):
+            return kernel.token_log_prob(logits, tokens)
+    return token_log_prob(logits, tokens)
 
 
 def _columns(logits: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor]:

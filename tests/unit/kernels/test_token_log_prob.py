@@ -10,7 +10,8 @@ import torch
 pytest.importorskip("triton", reason="the kernel needs triton")
 
 from megatron_async.kernels.sampling import token_log_prob as kernel
-from megatron_async.sampling.log_probs import token_log_prob, token_log_probs
+from megatron_async.sampling.log_probs import token_log_probs
+from megatron_async.training import exact_log_probs
 from tests.support.interpreter import on_devices
 
 
@@ -64,5 +65,6 @@ def test_what_it_does_not_take_goes_to_torch(device: str) -> None:
     logits = torch.randn(3, 50, dtype=torch.float64, device=device)
     tokens = torch.tensor([1, 2, 49], device=device)
     assert not kernel.takes(logits) and not kernel.takes(torch.zeros(4, 6).t())
-    assert same_bits(token_log_prob(logits, tokens), of_torch(logits, tokens))
+    for given in (logits, logits.float()):
+        assert same_bits(exact_log_probs(given, tokens), of_torch(given, tokens))
     assert kernel.token_log_prob(logits.float()[:0], tokens[:0]).shape == (0,)
