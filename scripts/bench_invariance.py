@@ -70,12 +70,15 @@ SMALL_TABLE = (
 
 
 def config_of(rows: int, length: int, invariant: bool, device: str) -> EngineConfig:
+    """Of engines whose prompts of up to 4,096 tokens are one chunk."""
+    chunk = min(length, 4096)
     return EngineConfig(
         device=device,
         depth=1,
         batch_invariant=invariant,
         max_requests=rows,
-        max_tokens=max(8192, rows),
+        max_tokens=max(8192, rows + chunk),
+        prefill_chunk_tokens=chunk,
         max_sequence_length=length,
         block_size_tokens=BLOCK,
         block_count=rows * (2 + length // BLOCK),
