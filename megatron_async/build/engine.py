@@ -14,6 +14,7 @@ from megatron_async.config.kv_events import kv_events_config
 from megatron_async.device.protocol import Device
 from megatron_async.engine.api_style import ApiStyle
 from megatron_async.engine.lifecycle.sleep_mode import Memory, SleepMode
+from megatron_async.engine.metrics import HostMasks
 from megatron_async.engine.requests.guidance import Grammars, Guidance
 from megatron_async.engine.requests.output_processor import OutputProcessor
 from megatron_async.engine.requests.output_sink import SinkQueue
@@ -74,7 +75,8 @@ def assemble(
     config, limits = spec.config, spec.limits
     device, batch, runner = opened
     vocab_size = spec.model.vocab_size
-    grammars = Grammars(model.tokenizer, vocab_size)
+    automata_bytes = config.guided_automata_bytes if runner.takes_automata else 0
+    grammars = Grammars(model.tokenizer, vocab_size, automata_bytes)
     validator = RequestValidator(
         model,
         limits,
@@ -101,7 +103,10 @@ def assemble(
     kv_events = _publish_kv_events(config, scheduler, limits, device)
     # Drafts that count as right at a rate are not what a grammar has been followed along.
     drafts_are_real = config.testing.synthetic_acceptance is None
-    guidance = Guidance(runner, grammars, drafts=drafts_are_real)
+    guidance = Guidance(
+        runner, grammars, scheduler.table.sequences, drafts=drafts_are_real,
+        without=HostMasks.DEVICE if config.guided_automata_bytes else HostMasks.OFF,
+    )  # fmt: skip
     streams, sinks = StreamTable(), SinkQueue()
     lock = StepLock((outputs.fail, streams.fail, sinks.fail))
     loop = DecodeLoop(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from megatron_async.build.spec import EngineSpec
+from megatron_async.config.engine_config import EngineConfig
 from megatron_async.device import open_device
 from megatron_async.device.memory import GIB
 from megatron_async.device.protocol import Device
@@ -154,6 +155,7 @@ def open_runner(
             synthetic_acceptance=config.testing.synthetic_acceptance,
             routed=routed,
             keeps_prefixes=config.enable_prefix_caching,
+            has_automata=has_automata(config, network, device),
         )
     except BaseException:
         if given is None:
@@ -162,6 +164,14 @@ def open_runner(
     if memory is not None:
         runner.audit = _audit(memory, model, batch, runner)
     return Opened(runs_on, batch, runner)
+
+
+def has_automata(config: EngineConfig, network: Network, device: torch.device) -> bool:
+    """Whether token automata may guide requests: of one process, by kernels that engines run."""
+    from megatron_async.kernels import trial
+
+    is_alone = network.parallel is None and config.guided_automata_bytes > 0
+    return is_alone and (device.type != "cuda" or trial.AUTOMATA)
 
 
 def _audit(

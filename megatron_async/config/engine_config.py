@@ -34,6 +34,7 @@ SPECULATIVE_METHODS = ("mtp", "ngram", "grammar")
 GUIDED_ROWS = ("wait", "sit_out")
 MAX_GIB = 2**30
 MAX_COUNT = 2**31 - 1
+MAX_AUTOMATA_BYTES = 1 << 36
 """The largest count of tokens and of blocks: packets hold them as int32."""
 
 
@@ -169,6 +170,10 @@ class EngineConfig:
         guided_rows: how rows whose masks need all tokens before are launched: "wait", in each
             step, of which one is in flight then; or "sit_out", in those behind which no launch
             waits for them, so that other rows keep their depth. It changes no token.
+        guided_automata_bytes: of the device, for token automata of structured outputs: where the
+            table of a grammar fits, S makes its masks by itself, so that such rows need no token on
+            the host, at any depth. It is allocated when the first such request comes; 0 turns it
+            off. It changes no token.
         late_planning: plan a step shortly before the one in flight ends, so that a request that
             comes meanwhile is in it, and not in the one behind. With depth 0 it does nothing.
         return_routed_experts: hand out the experts that each token went to, to requests that ask
@@ -245,6 +250,7 @@ class EngineConfig:
     num_cuda_graphs: int | None = None
     enable_sampling_extras: bool = True
     guided_rows: str = "wait"
+    guided_automata_bytes: int = 64 << 20
     late_planning: bool = False
     return_routed_experts: bool = False
     capture_mixed_steps: bool = True
@@ -276,6 +282,7 @@ class EngineConfig:
         self._check("block_count", 1, MAX_COUNT, optional=True)
         self._check("state_snapshot_count", 0, MAX_COUNT, optional=True)
         self._check("num_cuda_graphs", 1, optional=True)
+        self._check("guided_automata_bytes", 0, MAX_AUTOMATA_BYTES)
         for name in ("tensor", "pipeline", "expert"):
             self._check(f"{name}_model_parallel_size", 1, MAX_RANKS)
         self._check("pipeline_micro_batches", 1, MAX_RANKS, optional=True)

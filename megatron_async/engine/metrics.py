@@ -40,7 +40,19 @@ class GuidedRow(str, Enum):
     WINDOW = "masks along the drafts of its window"
     TOKEN = "the mask of one token: it had no drafts"
     PROCESSOR = "a Python logits processor, behind a barrier"
+    AUTOMATON = "a token automaton on the device"
     SAT_OUT = "left out of a launch that would wait for a token of it"
+
+
+class HostMasks(str, Enum):
+    """Why the host made the masks of a guided row; a grammar may have further reasons to have no
+    automaton."""
+
+    OFF = "guided_automata_bytes is 0"
+    DEVICE = "this engine has no automata: ranks, or kernels that have not run on a GPU"
+    PROCESSOR = "a Python logits processor comes first"
+    POOL = "the table of the grammar is larger than the pool"
+    FULL = "the pool was full of the grammars of other requests"
 
 
 class Idle(str, Enum):
@@ -74,7 +86,7 @@ class EngineCounters:
     ``steps_by_window`` and ``window_reasons`` say how many tokens a row of a launched step could
     bring, and why that many.
     ``guided_rows`` counts the sampled rows of guided requests by :class:`GuidedRow`, and those that
-    launches went without.
+    launches went without; ``host_masks`` those that a grammar guides on the host, by why it does.
     ``step_ns`` is the time spent in steps, ``wait_ns`` the part of it blocked on the device; both
     are for people and steer nothing.
     """
@@ -90,6 +102,7 @@ class EngineCounters:
     steps_by_window: Counter[int] = field(default_factory=Counter)
     window_reasons: Counter[str] = field(default_factory=Counter)
     guided_rows: Counter[str] = field(default_factory=Counter)
+    host_masks: Counter[str] = field(default_factory=Counter)
     rows_launched: int = 0
     tokens_committed: int = 0
     tokens_drafted: int = 0
@@ -198,6 +211,7 @@ class EngineCounters:
         values["steps_by_window"] = {str(k): v for k, v in self.steps_by_window.items()}
         values["window_reasons"] = dict(self.window_reasons)
         values["guided_rows"] = dict(self.guided_rows)
+        values["host_masks"] = dict(self.host_masks)
         del values["weight_starts"]
         values["drafts_by_version"] = {
             str(first_version + version): {

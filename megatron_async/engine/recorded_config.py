@@ -42,6 +42,7 @@ TAKEN = (
     "num_cuda_graphs",
     "enable_sampling_extras",
     "guided_rows",
+    "guided_automata_bytes",
     "late_planning",
     "return_routed_experts",
     "capture_mixed_steps",

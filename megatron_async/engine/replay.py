@@ -73,7 +73,8 @@ def replay(run: Run, engine: DynamicInferenceEngine) -> Replay:
 
 def _pace(config: EngineConfig) -> tuple[Any, ...]:
     """What decides which step brings which token."""
-    pace = config.effective_depth, config.pipeline_micro_batches or 1, config.guided_rows
+    guided = config.guided_rows, config.guided_automata_bytes
+    pace = config.effective_depth, config.pipeline_micro_batches or 1, *guided
     if not config.num_speculative_tokens:
         return pace
     costs = config.testing.speculative_step_costs if config.adaptive_speculation else None

@@ -25,6 +25,9 @@ LATENT = True
 GUESSES = True
 """The kernel that makes guesses of the host the drafts of rows."""
 
+AUTOMATA = False
+"""Token automata of guided rows: S reads their tables, and walks their states."""
+
 SENT_SUMS = False
 """GEMMs send their partial sums to the other ranks, in place of the kernel that adds these up."""
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron_async.sampling.automata import NO_AUTOMATON, TABLES, Automata
 from megatron_async.sampling.process_logits import IN_PROMPT, RECENT, WORD_BITS, mask_words
 from megatron_async.step.extras import (
     FEATURE_ALLOWED,
@@ -28,10 +29,12 @@ from megatron_async.step.extras import (
 STAGED_TOKENS = 4096
 """Tokens for which each slot has pinned memory; longer histories get some when they come."""
 
-# Words of every admission: features, log_probs, two of min_total, the four numbers, recent tokens.
+# Words of every admission: features, log_probs, two of min_total, the four numbers, recent tokens,
+# and the state of the automaton.
 _NUMBERS = 4
 _RECENT = 8
-_HEAD = _RECENT + RECENT
+_STATE = _RECENT + RECENT
+_HEAD = _STATE + 1
 
 Ints = npt.NDArray[np.int32]
 
@@ -55,11 +58,21 @@ class ExtrasTables:
         bad_words: int32 ``[S + 1, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS]``, the token that may not
             come last, -1 before the others; a row of -1 is empty.
         allowed, stops: int32 ``[S + 1, mask_words(V)]``: ids that may come; ids that may not come
-            before ``min_total``.
+            before ``min_total``, and that end a text which an automaton guides.
+        automaton: int32 ``[S + 1]``: the state in the pool that guides a slot, which S advances; -1
+            where none does.
+        addresses: int64 ``[6]``: where the pool's tables are; None in engines without automata.
+        automata: the pool's tables, once there is one.
     """
 
     def __init__(
-        self, slot_count: int, vocab_size: int, max_sequence_length: int, device: torch.device
+        self,
+        slot_count: int,
+        vocab_size: int,
+        max_sequence_length: int,
+        device: torch.device,
+        *,
+        has_automata: bool = False,
     ) -> None:
         slots, self._vocab_size = slot_count + 1, vocab_size
         self._mask_words = mask_words(vocab_size)
@@ -81,6 +94,11 @@ class ExtrasTables:
         self.bad_words = table(MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
         self.allowed = table(self._mask_words)
         self.stops = table(self._mask_words)
+        self.automaton = table()
+        self.addresses: Tensor | None = None
+        if has_automata:
+            self.addresses = torch.zeros(TABLES, dtype=torch.int64, device=device)
+        self.automata: Automata | None = None
         sections = 2 * MAX_LOGIT_BIASES + self.bad_words[0].numel() + 2 * self._mask_words
         words = _HEAD + sections + min(max_sequence_length, STAGED_TOKENS)
         self._staging: Tensor | None = None
@@ -103,14 +121,19 @@ class ExtrasTables:
         """``slot`` asks for nothing, from here on in stream order."""
         self.features[slot].zero_()
         self.log_probs[slot].zero_()
+        if self.automata is not None:
+            self.automaton[slot].fill_(NO_AUTOMATON)
 
-    def admit(self, slot: int, extras: SlotExtras) -> None:
+    def admit(self, slot: int, extras: SlotExtras, state: int = NO_AUTOMATON) -> None:
         """Take what a request asks for into ``slot``, from here on in stream order. Token ids
-        outside the vocabulary are left out."""
+        outside the vocabulary are left out. ``state`` is that of its automaton."""
         sections = _sections(extras.extras, self._vocab_size, self._mask_words)
+        if extras.automaton is not None:
+            stops = _mask(extras.automaton.stop_ids, self._vocab_size, self._mask_words)
+            sections[FEATURE_MIN_TOKENS] = stops
         if extras.extras.counts_tokens:
             sections[FEATURE_PENALTIES] = np.array(extras.tokens, dtype=np.int32)
-        words = self._copied(slot, np.concatenate([_head(extras), *sections.values()]))
+        words = self._copied(slot, np.concatenate([_head(extras, state), *sections.values()]))
         self.features[slot].copy_(words[0])
         self.log_probs[slot].copy_(words[1])
         self.min_total[slot].copy_(words[2:4].view(torch.int64)[0])
@@ -119,7 +142,8 @@ class ExtrasTables:
             (self.min_p, self.repetition, self.presence, self.frequency)
         ):
             table[slot].copy_(numbers[number])
-        self.recent[slot].copy_(words[_RECENT:_HEAD])
+        self.recent[slot].copy_(words[_RECENT:_STATE])
+        self.automaton[slot].copy_(words[_STATE])
         at = _HEAD
         for feature, section in sections.items():
             self._take(slot, feature, words[at : at + len(section)], extras.prompt_length)
@@ -171,10 +195,11 @@ class ExtrasTables:
             (self.bad_words, -1),
             (self.allowed, 0),
             (self.stops, 0),
+            (self.automaton, NO_AUTOMATON),
         )
 
 
-def _head(slot_extras: SlotExtras) -> Ints:
+def _head(slot_extras: SlotExtras, state: int) -> Ints:
     extras, tokens = slot_extras.extras, slot_extras.tokens
     head = np.full(_HEAD, -1, dtype=np.int32)
     head[:2] = features_of(extras), extras.log_probs
@@ -187,6 +212,7 @@ def _head(slot_extras: SlotExtras) -> Ints:
     )
     for position in range(max(0, len(tokens) - RECENT), len(tokens)):
         head[_RECENT + position % RECENT] = tokens[position]
+    head[_STATE] = state
     return head
 
 

@@ -14,6 +14,7 @@ from megatron_async.device.protocol import Device, Ints
 from megatron_async.kernels import trial
 from megatron_async.runner.memory.slot_state import SlotState
 from megatron_async.runner.sampler import has_triton
+from megatron_async.step.extras import SlotExtras
 from megatron_async.step.plan import Guess, Plan, RowMap
 
 NO_TICKET = -1
@@ -65,9 +66,9 @@ class GuidedDrafts:
         # What a first guess would compile or load is made now.
         self._follow_behind(0, [none])
 
-    def admit(self, slot: int, *, is_guided: bool) -> None:
+    def admit(self, slot: int, extras: SlotExtras | None) -> None:
         """A request takes ``slot``."""
-        if is_guided:
+        if extras is not None and extras.extras.guided and extras.automaton is None:
             self._guided.add(slot)
         else:
             self._guided.discard(slot)

@@ -21,7 +21,7 @@ from megatron_async.runner.memory.forward_batch import ForwardBatch
 from megatron_async.runner.prompt_log_probs import PromptLogProbs, PromptTargets
 from megatron_async.runner.sampling_stage import SamplingExtras
 from megatron_async.runner.step_program import RowProcessor, StepProgram
-from megatron_async.step.extras import LOG_PROB_WORDS
+from megatron_async.step.extras import LOG_PROB_WORDS, SlotAutomaton, SlotExtras
 from megatron_async.step.packet import PacketLayout, StepShape, write_control, write_packet
 from megatron_async.step.plan import Guess, Plan, SampleShape, StateCopy, Ticket
 from megatron_async.step.records import RECORD_HEAD, StepResult, record_width
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from megatron_async.models.moe.routed import RoutedLayers
     from megatron_async.runner.guided_drafts import GuidedDrafts
     from megatron_async.runner.hidden_states import PromptHiddenStates
+    from megatron_async.runner.memory.automaton_pool import AutomatonPool
     from megatron_async.runner.routed_experts import RoutedExperts
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class ModelRunner:
         micro_batches: their number less one more steps are in flight.
         poison: fill consumed buffers with garbage.
         extras: keep room for requests with extras, and capture the steps that they need.
+        has_automata: some of them may be guided by automata, whose pool comes with the first.
         capture_mixed: capture steps with prefill chunks too.
         progress: shows the capture of graphs.
         make_drafter: from the batch and the most rows of a step.
@@ -91,6 +93,7 @@ class ModelRunner:
         synthetic_acceptance: float | None = None,
         routed: RoutedLayers | None = None,
         keeps_prefixes: bool = True,
+        has_automata: bool = False,
     ) -> None:
         self.device = device
         self.wait_ns = 0
@@ -128,7 +131,9 @@ class ModelRunner:
         self._extras: SamplingExtras | None = None
         if extras:
             masks = MaskRing(entries, max_rows * windows[-1], model.vocab_size, on)
-            self._extras = SamplingExtras(self._extras_tables(model.vocab_size), masks)
+            tables = self._extras_tables(model.vocab_size, has_automata=has_automata)
+            self._extras = SamplingExtras(tables, masks)
+        self._automata: AutomatonPool | None = None
         self._prompt_log_probs = PromptLogProbs(entries, tokens[-1], on)
         self._hidden_states: PromptHiddenStates | None = None
         self._ring_entries = entries
@@ -209,7 +214,7 @@ class ModelRunner:
         """Padded row counts, ascending."""
         return self._graphs.buckets
 
-    def _extras_tables(self, vocab_size: int) -> ExtrasTables:
+    def _extras_tables(self, vocab_size: int, *, has_automata: bool) -> ExtrasTables:
         # Token counts are by far the most of them.
         sizes = self._cache.sizes
         with must_fit(
@@ -219,8 +224,24 @@ class ModelRunner:
             "max_requests or depth, or turn off enable_sampling_extras",
         ):
             return ExtrasTables(
-                sizes.slot_count, vocab_size, sizes.max_sequence_length, self._cache.device
-            )
+                sizes.slot_count, vocab_size, sizes.max_sequence_length, self._cache.device,
+                has_automata=has_automata,
+            )  # fmt: skip
+
+    @property
+    def takes_automata(self) -> bool:
+        """Requests may be guided by automata: see :meth:`open_automata`."""
+        has_some = self._extras is not None and self._extras.tables.addresses is not None
+        return has_some and self._program.guides_by_automata
+
+    def open_automata(self, token_bytes: Sequence[bytes], budget: int) -> int:
+        """Have a pool of token automata, of at most ``budget`` bytes, from the next launch on.
+        Returns how many states it holds; 0 where the memory does not suffice."""
+        from megatron_async.runner.memory.automaton_pool import open_pool
+
+        assert self._extras is not None
+        pool = self._automata = open_pool(token_bytes, budget, self._extras.tables, self.device)
+        return 0 if pool is None else pool.capacity
 
     def _log_extras(self, extras: SamplingExtras) -> None:
         logger.info(
@@ -500,7 +521,7 @@ class ModelRunner:
         for name in (
             "_graphs", "_program", "_packets", "_controls", "_results", "_extras",
             "_prompt_log_probs", "_hidden_states", "_drafter", "_guided_drafts", "_routes",
-            "_model",
+            "_model", "_automata",
         ):  # fmt: skip
             setattr(self, name, None)
 
@@ -509,13 +530,25 @@ class ModelRunner:
         flight names these slots, since the last ticket that did has retired."""
         for slot, _, extras, _ in plan.admissions:
             if self._guided_drafts is not None:
-                self._guided_drafts.admit(slot, is_guided=extras is not None and extras[0].guided)
+                self._guided_drafts.admit(slot, extras)
             if extras is not None:
                 self._extended_slots.add(slot)
-                self.device.enqueue(partial(tables.admit, slot, extras), "extras")
+                work = partial(tables.admit, slot, extras)
+                if extras.automaton is not None:
+                    work = partial(work, self._begin_automaton(extras, extras.automaton))
+                self.device.enqueue(work, "extras")
             elif slot in self._extended_slots:
                 self._extended_slots.remove(slot)
                 self.device.enqueue(partial(tables.clear, slot), "extras")
+
+    def _begin_automaton(self, extras: SlotExtras, automaton: SlotAutomaton) -> int:
+        """Queue an automaton that is not in the pool. Returns the state that it begins in, behind
+        what an evicted request has generated."""
+        pool, (table, base, is_new, _) = self._automata, automaton
+        assert pool is not None
+        if is_new:
+            self.device.enqueue(partial(pool.load, base, table.automaton), "automaton")
+        return pool.state_of(base, table.automaton, extras.tokens[extras.prompt_length :])
 
     def _copy_states(self, copies: Iterable[StateCopy], name: str) -> None:
         """Queue copies of recurrent state: restored into slots that nothing in flight names, since

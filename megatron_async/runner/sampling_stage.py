@@ -21,6 +21,7 @@ from megatron_async.runner.extras_tables import ExtrasTables
 from megatron_async.runner.masks import MaskRing
 from megatron_async.runner.memory.forward_batch import ForwardBatch
 from megatron_async.runner.sampler import sample_tokens
+from megatron_async.sampling.automata import advance_states, masks_at, place_states
 from megatron_async.sampling.log_probs import pack, processed_log_probs, token_log_probs
 from megatron_async.sampling.process_logits import advance, process_logits
 from megatron_async.sampling.sample import SampleInputs
@@ -158,6 +159,7 @@ class SamplingStage:
             log_probs = self._log_probs(self._extras.tables, logits, sampled, each, tokens)
             record = torch.cat([record, log_probs])
             advance(self._extras.tables, target, tokens, counts, positions[:, 0])
+            self._follow_automata(self._extras.tables, target, tokens, torch.where(live, final, 0))
         if self._parallel is not None and self._parallel.layout.pipeline > 1:
             counted = torch.where(live, final, 0)
             told = torch.stack([target, positions[:, 0], counted, last]).to(torch.int32)
@@ -210,6 +212,8 @@ class SamplingStage:
         else:
             masks, masked = ring.entry(self._sampled)
         masks, masked = masks[: len(each)], masked[: len(each)].bool()
+        if self._extras.tables.automata is not None:
+            masks, masked = self._guide(self._extras.tables, masks, masked, each, window)
         ahead = None
         if window > 1:
             # Position j of a window comes behind the drafts before it, if it counts at all.
@@ -226,6 +230,38 @@ class SamplingStage:
             masked,
             ahead,
         )
+
+    def _guide(
+        self,
+        tables: ExtrasTables,
+        masks: torch.Tensor,
+        masked: torch.Tensor,
+        each: torch.Tensor,
+        window: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``masks`` and ``masked`` of the windows' positions with those of automata in them."""
+        slots = each[::window]
+        rows = (tables.automaton[slots] >= 0).nonzero()[:, 0]
+        if tables.automata is None or not len(rows):
+            return masks, masked
+        slots = slots[rows]
+        states, stops = tables.automaton[slots].long(), tables.stops[slots]
+        drafts = self._state.drafts[slots, : window - 1]
+        places = place_states(tables.automata, states, drafts, stops)
+        at = (rows[:, None] * window + self._offsets[:window]).flatten()
+        of_place = stops.repeat_interleave(window, 0)
+        # The ring's own entry stays as the host has written it.
+        masks, masked = masks.clone(), masked.clone()
+        masks[at] = masks_at(tables.automata, places.flatten(), of_place)
+        masked[at] = True
+        return masks, masked
+
+    @staticmethod
+    def _follow_automata(
+        tables: ExtrasTables, target: torch.Tensor, tokens: torch.Tensor, last: torch.Tensor
+    ) -> None:
+        if tables.automata is not None:
+            advance_states(tables.automata, tables.automaton, target, tokens, last, tables.stops)
 
     def _log_probs(
         self,

@@ -135,6 +135,14 @@ class StepProgram:
         return 0 if self._kernels is None else self._kernels.extended_bytes
 
     @property
+    def guides_by_automata(self) -> bool:
+        """S reads the pool of token automata: on a GPU by its kernels alone, since captured torch
+        code would know no table that comes later."""
+        if not self._device.captures:
+            return True
+        return self._kernels is not None and not self._has_stages
+
+    @property
     def can_be_rehearsed(self) -> bool:
         """Whether its kernels may be launched without running: those of several ranks wait for each
         other."""

@@ -61,6 +61,8 @@ class Tables(Protocol):
     bad_words: Tensor
     allowed: Tensor
     stops: Tensor
+    automaton: Tensor
+    addresses: Tensor | None
 
 
 class _Rows(NamedTuple):

@@ -217,7 +217,9 @@ class PromptPlanner:
         )  # fmt: skip
         extras = None
         if sequence.extras is not None:
-            extras = SlotExtras(sequence.extras, sequence.prompt_length, tuple(sequence.tokens))
+            extras = SlotExtras(
+                sequence.extras, sequence.prompt_length, tuple(sequence.tokens), sequence.automaton
+            )
         tokens = tuple(sequence.tokens) if limits.admit_tokens else ()
         work.admissions.append(Admission(slot, values, extras, tokens))
         return sequence
@@ -243,6 +245,7 @@ class PromptPlanner:
         sequence.prefilled = sequence.kv_bound = len(shared) * self._limits.block_size
         sequence.prefill_end = len(sequence.tokens)
         if sequence.extras is not None:
-            table.extended += 1
-            table.guided += sequence.extras.guided
+            table.enter_extras(sequence)
+            if self._limits.needs_guesses:
+                sequence.await_guesses()
         table.enter_prefilling(sequence)

@@ -6,7 +6,7 @@ from enum import Enum, auto
 
 from megatron_async.request.request import FinishReason
 from megatron_async.sampling_params import MAX_STOP_TOKEN_IDS
-from megatron_async.step.extras import Extras
+from megatron_async.step.extras import Extras, GrammarTable, SlotAutomaton
 from megatron_async.step.slot_fields import Values
 
 
@@ -53,6 +53,7 @@ class Sequence:
 
     __slots__ = (
         "asked_window",
+        "automaton",
         "awaits_guesses",
         "blocks",
         "branch",
@@ -64,6 +65,7 @@ class Sequence:
         "extras",
         "fork_of",
         "freed",
+        "grammar",
         "held",
         "hidden_layers",
         "key",
@@ -108,6 +110,7 @@ class Sequence:
         fork_of: int | None = None,
         cache_salt: str | None = None,
         hidden_layers: tuple[int, ...] = (),
+        grammar: GrammarTable | None = None,
     ) -> None:
         self.key = key
         self.priority_key = (0, key)
@@ -122,6 +125,10 @@ class Sequence:
         self.values = values
         """Values of the REQUEST slot fields."""
         self.extras = extras
+        self.grammar = grammar
+        """What may guide it on the device."""
+        self.automaton: SlotAutomaton | None = None
+        """What does while it holds a slot; None where the host makes its masks."""
         self.wants_prompt_log_probs = prompt_log_probs
         self.prompt_log_probs = 0 if prompt_log_probs else NO_PROMPT_LOG_PROBS
         """Prompt tokens before which all log-probabilities and hidden states that are wanted have
@@ -172,9 +179,20 @@ class Sequence:
         self.asked_window = window
         self.window = 1 if self.awaits_guesses else window
 
+    def await_guesses(self) -> None:
+        """Have the host guess what its rows may draft, unless the device knows what its grammar
+        forces."""
+        self.awaits_guesses = self.automaton is None or not self.automaton.table.forces
+        self.take_window(self.asked_window)
+
     def end_drafts(self) -> None:
         """What drafts can go no further; until the request begins again."""
         self.window = 1
+
+    @property
+    def waits(self) -> bool:
+        """Its S needs all its tokens on the host before."""
+        return self.extras is not None and self.extras.guided and self.automaton is None
 
     @property
     def committed(self) -> int:

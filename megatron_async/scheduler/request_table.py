@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_async.cache.block_allocator import BlockAllocator
 from megatron_async.cache.prefix_cache import PrefixCache
@@ -17,8 +17,12 @@ from megatron_async.scheduler.limits import Limits
 from megatron_async.scheduler.queue import WaitingQueue
 from megatron_async.scheduler.request_state import EVICTABLE, HOLDING, Sequence, State
 from megatron_async.scheduler.slots import SlotTable
+from megatron_async.step.extras import SlotAutomaton
 from megatron_async.step.plan import BlockAssignment, RowMap, SlotUpdate, StateCopy
 from megatron_async.step.slot_fields import Values
+
+if TYPE_CHECKING:
+    from megatron_async.cache.automaton_space import AutomatonSpace
 
 NEVER_REGISTER = 1 << 62
 """More blocks than any sequence has: those of this one stay out of the prefix cache."""
@@ -42,7 +46,8 @@ class RequestTable:
         unfinished: requests that have not reached their end.
         held: those of them that the user has paused.
         extended: sequences with extras that hold a slot.
-        guided: those of them whose S needs all tokens before.
+        guided: those of them whose S needs all tokens before, on the host.
+        automata: states of the pool of token automata; None before the first.
         has_news: :meth:`take_events` or :meth:`take_retired` have something to give.
         row_maps: by micro-batch and window the rows of its decoding sequences, in their order,
             while they are the same.
@@ -71,6 +76,7 @@ class RequestTable:
         self.held = 0
         self.extended = 0
         self.guided = 0
+        self.automata: AutomatonSpace | None = None
         self.has_news = False
         self.retired_ticket = -1
         self._block_size = limits.block_size
@@ -155,14 +161,34 @@ class RequestTable:
             self.slots.release(slot)
             self._freed_slots.append(slot)
             if sequence.extras is not None:
-                self.extended -= 1
-                self.guided -= sequence.extras.guided
+                self._leave_extras(sequence)
             if sequence.state is State.EVICTING:
                 sequence.forget_launches()
                 self.waiting.add(sequence)
             else:
                 del self.sequences[sequence.key]
                 self._retired_keys.append(sequence.key)
+
+    def enter_extras(self, sequence: Sequence) -> None:
+        """A sequence with extras has taken a slot: an automaton guides it where its grammar has one
+        and the pool has room."""
+        self.extended += 1
+        grammar, space = sequence.grammar, self.automata
+        if grammar is not None and space is not None:
+            place = space.take(grammar.number, grammar.states)
+            if place is not None:
+                stop_ids = tuple(sorted(sequence.stop_ids))
+                sequence.automaton = SlotAutomaton(grammar, *place, stop_ids)
+        self.guided += sequence.waits
+
+    def _leave_extras(self, sequence: Sequence) -> None:
+        """The last ticket that names the slot of a sequence with extras has retired."""
+        self.extended -= 1
+        self.guided -= sequence.waits
+        if sequence.automaton is not None:
+            assert self.automata is not None
+            self.automata.give_back(sequence.automaton.table.number)
+            sequence.automaton = None
 
     # --- states -------------------------------------------------------------------------------
 
@@ -326,6 +352,9 @@ class RequestTable:
         self.allocator.check([s.held_blocks for s in holders] + [h.blocks for h in retiring])
         self.slots.check([s.slot for s in holders] + [h.slot for h in retiring])
         self.prefixes.check()
+        if self.automata is not None:
+            held = [s.automaton for s in [*holders, *(h.sequence for h in retiring)]]
+            self.automata.check(Counter(each.table.number for each in held if each is not None))
 
     def check_idle(self) -> None:
         """Check that all has come back, with nothing in flight and no request left.

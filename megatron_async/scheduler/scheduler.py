@@ -363,7 +363,7 @@ class Scheduler:
         if divides:
             decoding = [s for s in decoding if s.state is State.DECODING]
             self.left_out = len(table.decoding[micro_batch]) - len(decoding)
-            needed = [s.last_ticket for s in decoding if _is_guided(s)]
+            needed = [s.last_ticket for s in decoding if s.waits]
             self._needed = max(needed, default=-1)
         if self.left_out:
             rows = row_map(decoding, window)
@@ -394,7 +394,7 @@ class Scheduler:
         """The launch behind that of its next row would wait for a token of it."""
         newest, lag = sequence.last_ticket, self.limits.guided_lag or 0
         is_near = newest > self.next_ticket - lag and newest > self.table.retired_ticket
-        return is_near and _is_guided(sequence)
+        return is_near and sequence.waits
 
     def _evict_grown(self, micro_batch: int, limit: int) -> None:
         """Evict those whose next token is the first that needs the rotations of long requests."""
@@ -539,7 +539,3 @@ class Scheduler:
                 f"request {key}: the host takes {len(window)} tokens and says {reason}, the device "
                 f"brought {count} with status {status}"
             )
-
-
-def _is_guided(sequence: Sequence) -> bool:
-    return sequence.extras is not None and sequence.extras.guided

@@ -6,7 +6,7 @@ request has any are the plain ones.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 NO_LOG_PROBS, RAW_LOG_PROBS, PROCESSED_LOG_PROBS = 0, 1, 2
 """Log-probabilities of sampled tokens: none; of the model's logits; of what was sampled from,
@@ -43,7 +43,7 @@ class Extras(NamedTuple):
         banned: token ids that may never come.
         bad_words: token sequences, of at least two tokens each, whose last token may not come after
             the others.
-        guided: an allowed-token mask comes with every step.
+        guided: an allowed-token mask holds for every token, from the host or by an automaton.
     """
 
     log_probs: int = NO_LOG_PROBS
@@ -69,13 +69,58 @@ class Extras(NamedTuple):
 NO_EXTRAS = Extras()
 
 
+class GrammarTable:
+    """The token automaton of a grammar, as a plan sees it.
+
+    Args:
+        number: its own in this engine.
+        states: of it.
+        forces: in some state of it one way alone goes on, whose tokens can be drafted.
+        automaton: a ``grammar.automata.TokenAutomaton``.
+    """
+
+    __slots__ = ("automaton", "forces", "number", "states")
+
+    def __init__(self, number: int, states: int, forces: bool, automaton: Any) -> None:
+        self.number = number
+        self.states = states
+        self.forces = forces
+        self.automaton = automaton
+
+    def __repr__(self) -> str:
+        """Without the table: recorded runs have its checksum."""
+        return f"GrammarTable({self.number}, {self.states})"
+
+
+class SlotAutomaton(NamedTuple):
+    """The automaton that guides a slot on the device.
+
+    Args:
+        table: the grammar's.
+        base: its first state in the pool.
+        is_new: it is not there yet.
+        stop_ids: the tokens that end the text.
+    """
+
+    table: GrammarTable
+    base: int
+    is_new: bool
+    stop_ids: tuple[int, ...]
+
+
 class SlotExtras(NamedTuple):
     """Extras on their way into a slot, with the request's tokens so far, of which the first
-    ``prompt_length`` are its prompt."""
+    ``prompt_length`` are its prompt, and the automaton that guides it, if one does."""
 
     extras: Extras
     prompt_length: int
     tokens: tuple[int, ...]
+    automaton: SlotAutomaton | None = None
+
+    def __repr__(self) -> str:
+        """As before there were automata, where there is none: recorded runs have its checksum."""
+        shown = zip(self._fields, self[: None if self.automaton else -1], strict=False)
+        return f"SlotExtras({', '.join(f'{name}={value!r}' for name, value in shown)})"
 
 
 FEATURE_PENALTIES, FEATURE_MIN_P, FEATURE_MIN_TOKENS, FEATURE_BIAS = 1, 2, 4, 8

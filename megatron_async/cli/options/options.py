@@ -10,7 +10,13 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron_async.cli.options.values import asynchronous, graph_count, integer, number
+from megatron_async.cli.options.values import (
+    asynchronous,
+    graph_count,
+    integer,
+    mebibytes,
+    number,
+)
 from megatron_async.config.engine_config import (
     DEFAULT_ASYNC_DEPTH,
     DEFAULT_RANK_TIMEOUT_SECONDS,
@@ -256,6 +262,10 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int | None) 
     said = "rows of structured outputs: in each step, or left out where the next would wait for "
     said += "them, so that other rows keep their depth (default: wait)"
     add("--guided-rows", choices=GUIDED_ROWS, default="wait", help=said)
+    said = "of the device, for automata of structured outputs, with which no step waits for tokens "
+    said += "on the host; 0 is none (default: 64)"
+    size = {"dest": "guided_automata_bytes", "type": mebibytes, "metavar": "MIB"}
+    add("--guided-automata-mb", default=64 << 20, help=said, **size)
     said = "plan each step shortly before the one in flight ends: requests that come meanwhile are "
     said += "in it, so that they wait less for their first token"
     add("--late-planning", action="store_true", help=said)

@@ -43,6 +43,11 @@ def number(low: float, high: float = math.inf, *, above: bool = False) -> Callab
     return convert
 
 
+def mebibytes(text: str) -> int:
+    """Converts MiB to bytes."""
+    return integer(0, 1 << 16)(text) << 20
+
+
 def in_range(parameter: str) -> Callable[[str], Any]:
     """Converts an argument to a value of a sampling parameter's range."""
     if parameter in NUMBERS:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_async.engine.metrics import GuidedRow
+from megatron_async.engine.metrics import EngineCounters, GuidedRow, HostMasks
 from megatron_async.errors import ModelOutputError, RequestError
 from megatron_async.request.request import (
     DynamicInferenceEventType,
@@ -19,14 +20,21 @@ from megatron_async.request.request import (
 )
 from megatron_async.runner.model_runner import ModelRunner
 from megatron_async.runner.step_program import RowProcessor
+from megatron_async.step.extras import GrammarTable
 from megatron_async.step.plan import Guess, Plan, Ticket
 
 if TYPE_CHECKING:
+    from megatron_async.grammar.automata.kept import KeptAutomata
+    from megatron_async.grammar.automata.table import TokenAutomaton
     from megatron_async.grammar.compiler import CompiledGrammar, GrammarCompiler
     from megatron_async.grammar.matcher import Follows
     from megatron_async.grammar.windows import Runs, Window, WindowMasks
+    from megatron_async.scheduler.request_state import Sequence as ScheduledSequence
 
 logger = logging.getLogger(__name__)
+
+NUMBERED_GRAMMARS = 1024
+"""That are known again when they come back."""
 
 LogitsProcessor = Callable[[list[int], torch.Tensor], torch.Tensor]
 """From a request's token ids so far and its logits ``[vocabulary]`` to other logits."""
@@ -38,13 +46,16 @@ class Grammars:
     Args:
         tokenizer: the model's, or None.
         vocab_size: of the model.
+        automata_bytes: of the device's pool of token automata; 0 where there is none.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Any, vocab_size: int, automata_bytes: int = 0) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self.automata_bytes = automata_bytes
         self._compiler: list[GrammarCompiler] = []
         self._windows: list[WindowMasks] = []
+        self._automata: list[KeptAutomata] = []
 
     def compile(self, structured_outputs: Any) -> CompiledGrammar:
         """The grammar of a ``StructuredOutputs``, or of a dict of its fields.
@@ -64,7 +75,24 @@ class Grammars:
             # Without a lock, which a signal's handler would wait for: two may be made, and the
             # first is used.
             self._compiler.append(GrammarCompiler(self._tokenizer, self._vocab_size))
-        return self._compiler[0].compile(spec)
+        compiled = self._compiler[0].compile(spec)
+        if self.automata_bytes:
+            self.automaton(spec, compiled)
+        return compiled
+
+    def automaton(self, spec: Any, grammar: CompiledGrammar) -> TokenAutomaton | str:
+        """The token automaton of a grammar, or why it has none. It has been made when the grammar
+        was compiled, in the thread that asked for it."""
+        if not self._automata:
+            from megatron_async.grammar.automata.kept import KeptAutomata
+
+            self._automata.append(KeptAutomata(self.automata_bytes))
+        return self._automata[0].of(spec, grammar)
+
+    @property
+    def token_bytes(self) -> Sequence[bytes]:
+        """What each token adds to a text; a grammar has been compiled."""
+        return self._compiler[0].masks(()).later_bytes
 
     @property
     def windows(self) -> WindowMasks:
@@ -83,18 +111,86 @@ class Grammars:
         return Window._make
 
 
+class GrammarTables:
+    """Which grammars have automata for the device, numbered in the order of the commands."""
+
+    def __init__(self, runner: ModelRunner, grammars: Grammars, without: HostMasks) -> None:
+        self._runner = runner
+        self._without = without
+        self._grammars = grammars
+        self._numbers: OrderedDict[Any, int] = OrderedDict()
+        """By what a text conforms to, of the last ones."""
+        self._next = 0
+        self._capacity: int | None = None
+        """States of the pool; None before there is one."""
+
+    def of(
+        self, grammar: CompiledGrammar, request: DynamicInferenceRequest, *, processed: bool
+    ) -> GrammarTable | str:
+        """The table of a request's grammar, or why an automaton cannot guide it."""
+        if not self._grammars.automata_bytes:
+            return self._without.value
+        if processed:
+            return HostMasks.PROCESSOR.value
+        from megatron_async.grammar.spec import StructuredOutputs
+
+        spec = StructuredOutputs.from_any(request.sampling_params.structured_outputs)
+        automaton = self._grammars.automaton(spec, grammar)
+        if isinstance(automaton, str):
+            return automaton
+        if self._capacity is None:
+            self._capacity = self._runner.open_automata(
+                self._grammars.token_bytes, self._grammars.automata_bytes
+            )
+        states = len(automaton.accepting)
+        if states >= self._capacity:
+            return HostMasks.POOL.value
+        forces = bool((automaton.forced >= 0).any())
+        return GrammarTable(self._number(spec), states, forces, automaton)
+
+    @property
+    def capacity(self) -> int:
+        """States of the pool, once there is one."""
+        return self._capacity or 0
+
+    def _number(self, spec: Any) -> int:
+        number = self._numbers.get(spec)
+        if number is None:
+            number = self._numbers[spec] = self._next
+            self._next += 1
+            if len(self._numbers) > NUMBERED_GRAMMARS:
+                self._numbers.popitem(last=False)
+        self._numbers.move_to_end(spec)
+        return number
+
+
 class Guidance:
     """Grammars and logits processors of live requests, by scheduler key.
 
     Args:
+        sequences: those of the scheduler, by key.
         drafts: rows that a grammar guides may have some.
+        without: why there are no automata, in an engine that has none.
 
     Attributes:
         keys: of the requests that have some.
     """
 
-    def __init__(self, runner: ModelRunner, grammars: Grammars, *, drafts: bool = True) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        grammars: Grammars,
+        sequences: Mapping[int, ScheduledSequence],
+        *,
+        drafts: bool = True,
+        without: HostMasks = HostMasks.OFF,
+    ) -> None:
         self.keys: set[int] = set()
+        self._sequences = sequences
+        self._tables = GrammarTables(runner, grammars, without)
+        self._grammars_of: dict[int, CompiledGrammar] = {}
+        self._reasons: dict[int, str] = {}
+        """Why a request cannot be guided by an automaton."""
         self._drafts = drafts
         self._runner = runner
         self._grammars = grammars
@@ -113,7 +209,9 @@ class Guidance:
             self._processors[key] = request, params.logits_processors
         if params.structured_outputs is None:
             return None
-        matcher = self._grammars.compile(params.structured_outputs).matcher(stop_ids)
+        grammar = self._grammars.compile(params.structured_outputs)
+        matcher = grammar.matcher(stop_ids)
+        self._grammars_of[key] = grammar
         self._matchers[key] = request, matcher
         return GrammarEnd(matcher, ends_by_itself=not stop_ids)
 
@@ -128,6 +226,8 @@ class Guidance:
             self.keys.discard(key)
             self._matchers.pop(key, None)
             self._processors.pop(key, None)
+            self._grammars_of.pop(key, None)
+            self._reasons.pop(key, None)
 
     def most_drafts(self, key: int, asked: int | None) -> int | None:
         """How many drafts a row of a request may have that ``asked`` for some: Python functions see
@@ -148,14 +248,39 @@ class Guidance:
                 failure = ModelOutputError(f"structured_outputs allows no further token: {error}")
                 request.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, failure)
 
-    def ways(self, plan: Plan) -> Iterator[str]:
-        """How each sampled row of a plan that is guided gets what its S needs."""
+    def grammar_of(self, key: int) -> GrammarTable | None:
+        """The automaton that may guide a request on the device; None if there is none. For requests
+        in the order of their commands."""
+        grammar = self._grammars_of.get(key)
+        if grammar is None:
+            return None
+        found = self._tables.of(grammar, self._matchers[key][0], processed=key in self._processors)
+        if isinstance(found, str):
+            self._reasons[key] = found
+            return None
+        return found
+
+    @property
+    def automaton_states(self) -> int:
+        """How many states the device's pool of automata holds, once there is one."""
+        return self._tables.capacity
+
+    def count(self, plan: Plan, counters: EngineCounters) -> None:
+        """Count how each sampled row of a plan that is guided gets what its S needs, before the
+        plan's ticket retires."""
         windows = plan.rows.windows or (1,) * len(plan.rows)
         for key, window in plan.sampled(list(zip(plan.rows.keys, windows, strict=True))):
             if key in self._processors:
-                yield GuidedRow.PROCESSOR.value
-            elif key in self._matchers:
-                yield (GuidedRow.WINDOW if window > 1 else GuidedRow.TOKEN).value
+                way = GuidedRow.PROCESSOR
+            elif key not in self._matchers:
+                continue
+            elif self._sequences[key].automaton is not None:
+                way = GuidedRow.AUTOMATON
+            else:
+                way = GuidedRow.WINDOW if window > 1 else GuidedRow.TOKEN
+            counters.guided_rows[way.value] += 1
+            if key in self._matchers and way is not GuidedRow.AUTOMATON:
+                counters.host_masks[self._reasons.get(key, HostMasks.FULL.value)] += 1
 
     def has_processors(self, plan: Plan) -> bool:
         """Some row of a plan goes through Python functions."""
@@ -166,7 +291,7 @@ class Guidance:
         taken, and launch it where Python functions come first. Returns how many drafts of the next
         row of each request that a grammar guides are guessed."""
         guessed: dict[int, int] = {}
-        if not self._matchers and not self._processors:
+        if not self._waits(ticket.plan):
             return guessed
         masks, masked = self._runner.claim_masks(ticket)
         drafts = self._runner.take_drafts(ticket)
@@ -177,7 +302,7 @@ class Guidance:
         new_window = self._grammars.new_window
         guesses_any = self._runner.takes_guesses and self._drafts
         for row, key in plan.sampled(list(enumerate(rows.keys))):
-            if key in self._matchers:
+            if key in self._matchers and self._sequences[key].waits:
                 at, window = row * plan.window, rows.windows[row] if rows.windows else 1
                 ahead = [] if drafts is None else drafts[rows.slots[row], : window - 1].tolist()
                 request, matcher = self._matchers[key]
@@ -199,6 +324,13 @@ class Guidance:
         if processors:
             self._runner.process_logits(ticket, processors)
         return guessed
+
+    def _waits(self, plan: Plan) -> bool:
+        """Some row of a plan needs something of the host."""
+        if not self._matchers and not self._processors:
+            return False
+        keys = self.keys.intersection(plan.rows.keys)
+        return any(self._sequences[key].waits for key in keys)
 
     def _fill(self, windows: Sequence[Window]) -> list[Runs]:
         return self._grammars.windows.fill(windows) if windows else []

@@ -45,6 +45,7 @@ from megatron_async.runner.model_runner import ModelRunner
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.scheduler.request_state import Sequence
 from megatron_async.scheduler.scheduler import Scheduler
+from megatron_async.step.extras import GrammarTable
 from megatron_async.step.plan import Plan, Ticket
 from megatron_async.step.records import StepResult
 
@@ -263,9 +264,10 @@ class DecodeLoop:
         return isinstance(error, RuntimeError) and not isinstance(error, refused)
 
     def _commit(self, ticket: Ticket, result: StepResult, barrier: NotOverlapped | None) -> None:
+        if self._guidance.keys:
+            self._guidance.count(ticket.plan, self.counters)
         commit = self._scheduler.commit(ticket.plan, result)
         if self._guidance.keys:
-            self.counters.guided_rows.update(self._guidance.ways(ticket.plan))
             self._guidance.explain(commit.reasons)
         depth = len(self._in_flight) - self._scheduler.others
         if not 0 <= depth <= self.depth:
@@ -400,7 +402,17 @@ class DecodeLoop:
             fork_of=command.fork_of,
             cache_salt=command.params["cache_salt"],
             hidden_layers=self._validator.layers_of(hidden) if hidden else (),
+            grammar=self._grammar_of(command.key) if command.key in self._guidance.keys else None,
         )
+
+    def _grammar_of(self, key: int) -> GrammarTable | None:
+        """What may guide a request on the device. The first one brings the pool of the others."""
+        grammar = self._guidance.grammar_of(key)
+        if grammar is not None and self._scheduler.table.automata is None:
+            from megatron_async.cache.automaton_space import AutomatonSpace
+
+            self._scheduler.table.automata = AutomatonSpace(self._guidance.automaton_states)
+        return grammar
 
     def suspend(self) -> None:
         """Commit what is in flight and launch nothing until :meth:`resume`."""

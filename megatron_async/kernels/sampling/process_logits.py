@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.kernels.pdl import pdl_enter
+from megatron_async.kernels.sampling.automata import allowed_words, state_behind
 from megatron_async.kernels.sampling.row_thresholds import (
     NAN_KEY,
     NEG_INF,
@@ -156,8 +157,13 @@ def bounded(inverse_temperature):
 def _bits(words, start, count, BLOCK: tl.constexpr):
     """Whether the ids ``start + [0, BLOCK)`` are in a mask of ``count`` words."""
     word = start // 32 + tl.arange(0, BLOCK // 32)
-    values = tl.load(words + word, mask=word < count, other=0)
-    bits = (values[:, None] >> tl.arange(0, 32)[None, :]) & 1
+    return _spread(tl.load(words + word, mask=word < count, other=0), BLOCK)
+
+
+@triton.jit
+def _spread(words, BLOCK: tl.constexpr):
+    """The bits of words [BLOCK / 32]."""
+    bits = (words[:, None] >> tl.arange(0, 32)[None, :]) & 1
     return tl.reshape(bits, [BLOCK]) != 0
 
 
@@ -216,8 +222,9 @@ def _process_kernel(
     index, index_stride, position_ptr, features_ptr, min_total_ptr, repetition_ptr, presence_ptr,
     frequency_ptr, counts, recent, bias_ids, bias_values, bad_words, allowed, stops,
     masks, masked, counter, mask_entries, mask_rows, drafts_ptr, draft_width,
-    arrivals, min_p_ptr, inverse_temperature_ptr,
-    vocab_size, mask_size, HAS_MASKS: tl.constexpr, HAS_RAW: tl.constexpr, WINDOW: tl.constexpr,
+    arrivals, min_p_ptr, inverse_temperature_ptr, automaton_ptr, addresses,
+    vocab_size, mask_size, HAS_AUTOMATA: tl.constexpr, HAS_MASKS: tl.constexpr,
+    HAS_RAW: tl.constexpr, WINDOW: tl.constexpr,
     TILES: tl.constexpr, BLOCK: tl.constexpr, ROW_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of a row; the row's last program then does the rest of it. A row is a position of a
@@ -251,8 +258,19 @@ def _process_kernel(
         if (features & ALLOWED) != 0:
             mask = _bits(allowed + slot * mask_size, start, mask_size, BLOCK)
             x = tl.where(mask, x, NEG_INF)
+        if HAS_AUTOMATA:
+            state = tl.load(automaton_ptr + slot).to(tl.int64)
+            if ((features & GUIDED) != 0) & (state >= 0):
+                ends = stops + slot * mask_size
+                if WINDOW > 1:
+                    for draft in range(ahead):
+                        state = state_behind(addresses, ends, state, tl.load(drafts + draft))
+                words = allowed_words(addresses, ends, state, start // 32, mask_size, BLOCK // 32)
+                x = tl.where(_spread(words, BLOCK), x, NEG_INF)
         if HAS_MASKS:
             is_guided = (features & GUIDED) != 0
+            if HAS_AUTOMATA:
+                is_guided = is_guided & (tl.load(automaton_ptr + slot) < 0)
             if is_guided:
                 # Over the bus. The host rewrites an entry between launches alone, and no cache
                 # keeps a kernel's reads of its memory for the next one. Volatile reads would be
@@ -360,8 +378,10 @@ def process_logits_gpu(
         tables.counts, tables.recent, tables.bias_ids, tables.bias_values, tables.bad_words,
         tables.allowed, tables.stops,
         *ring, *((state.drafts, state.drafts.shape[1]) if window > 1 else (None, 0)),
-        buffers.arrivals, tables.min_p, state.inverse_temperature, vocab_size, count,
-        HAS_MASKS=has_masks, HAS_RAW=raw is not None, WINDOW=window,
+        buffers.arrivals, tables.min_p, state.inverse_temperature,
+        tables.automaton, tables.addresses, vocab_size, count,
+        HAS_AUTOMATA=tables.addresses is not None, HAS_MASKS=has_masks,
+        HAS_RAW=raw is not None, WINDOW=window,
         TILES=triton.next_power_of_2(tiles), BLOCK=buffers.block, ROW_BLOCK=ROW_BLOCK, PDL=pdl,
         num_warps=NUM_WARPS, enable_fp_fusion=False, launch_pdl=pdl,
     )  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from megatron_async.kernels.pdl import uses_pdl
+from megatron_async.kernels.sampling.automata import Guides
 from megatron_async.kernels.sampling.log_probs import log_probs_and_advance
 from megatron_async.kernels.sampling.process_logits import Masks, RowBuffers, process_logits_gpu
 from megatron_async.kernels.sampling.sample_triton import sample_shard, sample_splits
@@ -92,6 +93,9 @@ class StepKernels:
         self._extras = extras
         self._masks = masks
         self._buffers: RowBuffers | None = None
+        self._guides: Guides | None = None
+        if extras is not None and extras.addresses is not None:
+            self._guides = Guides(extras.automaton, extras.stops, extras.addresses)
         if extras is not None:
             words = record_width(window, extended=True) * rows
             if results.ring.shape[1] < words:
@@ -151,7 +155,7 @@ class StepKernels:
             accept_below=self._accept_below if window > 1 else None,
             pdl=pdl,
         )
-        self._finish(best, records, window)
+        self._finish(best, records, window, self._guides)
 
     def begin(self, rows: int, window: int = 1) -> None:
         """H2D and the head of F of a step that decodes in each of ``rows`` rows."""
@@ -200,12 +204,23 @@ class StepKernels:
         )  # fmt: skip
         return columns.best_of_all(best)
 
-    def _finish(self, best: torch.Tensor, records: torch.Tensor, window: int) -> None:
+    def _finish(
+        self,
+        best: torch.Tensor,
+        records: torch.Tensor,
+        window: int,
+        guides: Guides | None = None,
+    ) -> None:
         to = (best, records, self._state, self._results)
         if self._sampled is None:
-            finish(*to, pdl=self._pdl)
+            finish(*to, guides, pdl=self._pdl)
         else:
             sampled = self.sampled(len(records), window)
             finish_windows(
-                *to, sampled, self._null_slot, accept_below=self._accept_below, pdl=self._pdl
+                *to,
+                sampled,
+                self._null_slot,
+                guides,
+                accept_below=self._accept_below,
+                pdl=self._pdl,
             )

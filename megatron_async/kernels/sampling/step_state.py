@@ -19,6 +19,7 @@ import triton.language as tl
 from megatron_async.cache.block_allocator import NULL_BLOCK as NULL_BLOCK_
 from megatron_async.kernels.pdl import pdl_enter
 from megatron_async.kernels.rings import release
+from megatron_async.kernels.sampling.automata import Guides, states_behind
 from megatron_async.kernels.sampling.sample_triton import best_token
 from megatron_async.step import packet
 from megatron_async.step.records import ENDED as ENDED_
@@ -83,8 +84,8 @@ class SequencedRing(Ring, Protocol):
 @triton.jit
 def _finish_and_publish_kernel(
     packed, records, last_token, kv_length, finished, max_total, stop_ids,
-    ring, sequence, counter, entries, stride, rows, splits,
-    STOPS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    ring, sequence, counter, states, ends, addresses, entries, stride, rows, splits, words,
+    GUIDES: tl.constexpr, STOPS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
     ON_DEVICE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # What the sampling kernel does not write is read while that runs.
@@ -110,6 +111,9 @@ def _finish_and_publish_kernel(
         ended = is_stop | failed | (length + 1 >= limit)
         status = tl.where(ended, ENDED, RUNNING)
         status = tl.where(live, tl.where(failed, FAILED, status), ENDED)
+        if GUIDES:
+            state = tl.load(states + slot, mask=exists, other=-1).to(tl.int64)
+            guided = live & (state >= 0)
         # WAR: a small block is held by several warps; all of them have read the state.
         tl.debug_barrier()
         # Live rows have slots of their own. The others leave no trace: the null slot, which they
@@ -119,6 +123,11 @@ def _finish_and_publish_kernel(
         tl.store(result + row, (live & (token >= 0)).to(tl.int32), mask=exists)
         tl.store(result + rows + row, status.to(tl.int32), mask=exists)
         tl.store(result + 2 * rows + row, token.to(tl.int32), mask=exists)
+        if GUIDES:
+            some = tl.max(guided.to(tl.int32), 0)
+            if some != 0:
+                state = states_behind(addresses, ends + slot * words, state, token, guided)
+                tl.store(states + slot, state.to(tl.int32), mask=guided)
     release(sequence, counter, number, ON_DEVICE)
 
 
@@ -185,17 +194,19 @@ def finish(
     records: torch.Tensor,
     state: SlotState,
     results: SequencedRing,
+    guides: Guides | None = None,
     *,
     pdl: bool = False,
 ) -> None:
     """Take the tokens of ``packed`` [R, splits] (``sample.sample_splits``) for the row records
     [R, ROW_WIDTH] int32: last tokens, ends, and the records [3, R] of ``step.records``, which are
-    published as the ring's next."""
+    published as the ring's next. The states of ``guides`` go on by these tokens."""
     rows, splits = packed.shape
     _finish_and_publish_kernel[(1,)](
         packed, records, state.last_token, state.kv_length, state.finished.view(torch.uint8),
         state.max_total, state.stop_ids, results.ring, results.sequence, results.counter,
-        *results.ring.shape, rows, splits,
+        *(guides or (None, None, None)), *results.ring.shape, rows, splits,
+        0 if guides is None else guides.stops.shape[1], GUIDES=guides is not None,
         STOPS=state.stop_ids.shape[1], SPLITS=triton.next_power_of_2(splits),
         BLOCK=_rows_at_once(rows), ON_DEVICE=packed.is_cuda, PDL=pdl,
         num_warps=NUM_WARPS, launch_pdl=pdl,

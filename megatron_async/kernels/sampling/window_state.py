@@ -18,6 +18,7 @@ import triton.language as tl
 
 from megatron_async.kernels.pdl import pdl_enter
 from megatron_async.kernels.rings import release
+from megatron_async.kernels.sampling.automata import Guides, states_behind
 from megatron_async.kernels.sampling.step_state import (
     ENDED,
     FAILED,
@@ -58,8 +59,10 @@ class SampledWindows(NamedTuple):
 def _finish_and_publish_windows_kernel(
     packed, records, last_token, kv_length, finished, max_total, stop_ids, drafts, draft_width,
     seeds, target, tokens, last, first_position,
-    ring, sequence, counter, entries, stride, rows, splits, null_slot,
-    STOPS: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, PLACES: tl.constexpr,
+    ring, sequence, counter, states, ends, addresses,
+    entries, stride, rows, splits, null_slot, words,
+    GUIDES: tl.constexpr, STOPS: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
+    PLACES: tl.constexpr,
     BLOCK: tl.constexpr, ACCEPT_BELOW: tl.constexpr, ON_DEVICE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # What the sampling kernel does not write is read while that runs.
@@ -88,6 +91,9 @@ def _finish_and_publish_windows_kernel(
         count = tl.where(live, final + tl.where(failed, 0, 1), 0)
         known = tl.maximum(token, 0)
         newest = tl.sum(tl.where(place[None, :] == final[:, None], known, 0), 1)
+        if GUIDES:
+            state = tl.load(states + slot, mask=exists, other=-1).to(tl.int64)
+            guided = live & (state >= 0)
         # WAR: a small block is held by several warps; all of them have read the state.
         tl.debug_barrier()
         # Live rows have slots of their own. The others leave no trace: the null slot, which they
@@ -104,6 +110,14 @@ def _finish_and_publish_windows_kernel(
         tl.store(tokens + row[:, None] * WINDOW + place[None, :], known, mask=inside)
         tl.store(last + row, tl.where(live, final, 0).to(tl.int64), mask=exists)
         tl.store(first_position + row, length, mask=exists)
+        if GUIDES:
+            some = tl.max(guided.to(tl.int32), 0)
+            if some != 0:
+                for step in tl.static_range(WINDOW):
+                    taken = tl.sum(tl.where(place[None, :] == step, known, 0), 1)
+                    counts = guided & (step <= final)
+                    state = states_behind(addresses, ends + slot * words, state, taken, counts)
+                tl.store(states + slot, state.to(tl.int32), mask=guided)
     release(sequence, counter, number, ON_DEVICE)
 
 
@@ -161,13 +175,15 @@ def finish_windows(
     results: SequencedRing,
     sampled: SampledWindows,
     null_slot: int,
+    guides: Guides | None = None,
     *,
     accept_below: int | None = None,
     pdl: bool = False,
 ) -> None:
     """Verify the windows of ``packed`` [R * window, splits] (``sample.sample_splits``) for the row
     records [R, ROW_WIDTH] int32: last tokens, lengths, ends, and the records of ``step.records``,
-    which are published as the ring's next; fill ``sampled``. With ``accept_below`` drafts are right
+    which are published as the ring's next; fill ``sampled``. The states of ``guides`` go on by the
+    tokens that count. With ``accept_below`` drafts are right
     whose ``sampling.synthetic_acceptance.synthetic_bits`` are less."""
     rows, splits = len(records), packed.shape[1]
     window = packed.shape[0] // rows
@@ -175,8 +191,10 @@ def finish_windows(
         packed, records, state.last_token, state.kv_length, state.finished.view(torch.uint8),
         state.max_total, state.stop_ids, state.drafts, state.drafts.shape[1],
         None if accept_below is None else state.seed, *sampled,
-        results.ring, results.sequence, results.counter, *results.ring.shape, rows, splits,
-        null_slot, STOPS=state.stop_ids.shape[1], SPLITS=triton.next_power_of_2(splits),
+        results.ring, results.sequence, results.counter, *(guides or (None, None, None)),
+        *results.ring.shape, rows, splits, null_slot,
+        0 if guides is None else guides.stops.shape[1], GUIDES=guides is not None,
+        STOPS=state.stop_ids.shape[1], SPLITS=triton.next_power_of_2(splits),
         WINDOW=window, PLACES=triton.next_power_of_2(window), BLOCK=_rows_at_once(rows, window),
         ACCEPT_BELOW=accept_below, ON_DEVICE=packed.is_cuda, PDL=pdl,
         num_warps=NUM_WARPS, launch_pdl=pdl,

@@ -50,6 +50,10 @@ BY_REASON = {
         "guided_rows",
         "Sampled rows of requests that a grammar or a function guides, by what they had",
     ),
+    "host_masks": (
+        "guided_rows_of_the_host",
+        "Sampled rows of requests whose grammar the host followed, by why no automaton did",
+    ),
 }
 BY_POSITION = {
     "drafted_by_position": (

@@ -11,12 +11,14 @@ import torch
 
 from megatron_async.device.cpu import CpuDevice
 from megatron_async.runner.guided_drafts import GuidedDrafts, follow_guesses, packed
+from megatron_async.step.extras import Extras, SlotExtras
 from megatron_async.step.plan import Guess, Plan, RowMap
 from tests.support.cuda_rings import CudaRingsDevice
 from tests.support.guided_rows import play, workload
 from tests.support.oracle import decode_alone
 
 SLOTS, DRAFTS, ENTRIES = 6, 3, 3
+GUIDED_SLOT = SlotExtras(Extras(guided=True), 1, (1,))
 
 
 def plan(number: int, *windows: int) -> Plan:
@@ -34,7 +36,7 @@ class Rig:
             kv_length=torch.zeros(SLOTS + 1, dtype=torch.int64),
         )
         self.drafts = GuidedDrafts(self.device, self.state, ENTRIES, SLOTS)
-        self.drafts.admit(1, is_guided=True)
+        self.drafts.admit(1, GUIDED_SLOT)
 
     def show(self, number: int) -> None:
         """A launch whose drafts are all ``number``."""
@@ -72,7 +74,7 @@ def test_drafts_that_nobody_takes_make_room(rig: Rig) -> None:
         rig.drafts.leave(number + 1)
     rig.device.synchronize()
     rig.drafts.restart()
-    rig.drafts.admit(1, is_guided=True)
+    rig.drafts.admit(1, GUIDED_SLOT)
     rig.show(0)
     assert rig.take(0) == [0]
 
@@ -116,7 +118,7 @@ def test_only_drafts_of_guided_rows_with_windows_are_shown(rig: Rig) -> None:
         assert not drafts.come_between(plan(0, *windows))
         drafts.show(plan(0, *windows))
         assert drafts.take(0) is None
-    drafts.admit(1, is_guided=False)
+    drafts.admit(1, None)
     assert not drafts.come_between(plan(0, 4, 4))
     drafts.guess(3, (Guess(1, 4, ((7, 8),)),))
     assert drafts.come_between(plan(4, 1))
