@@ -19,6 +19,7 @@ import numpy.typing as npt
 import tokenizers
 
 from megatron_async.errors import RequestError, shown
+from megatron_async.grammar.automata.trie import Trie
 from megatron_async.grammar.matcher import Follows, Masks, Matcher
 from megatron_async.grammar.messages import UNKNOWN, explained
 from megatron_async.grammar.rules import rules_of
@@ -85,6 +86,7 @@ class GrammarCompiler:
         self._blank = _packed(np.flatnonzero([bool(b and not a) for a, b in pairs]), vocab_size)
         is_break = [data in BREAKS for data in later]
         self._breaks = _packed(np.flatnonzero(is_break), vocab_size)
+        self._trie: Trie | None = None
         self._lock = threading.RLock()
         self._cache: OrderedDict[StructuredOutputs, CompiledGrammar] = OrderedDict()
 
@@ -174,6 +176,29 @@ class GrammarCompiler:
             breaks=self._breaks & ~stops,
         )
 
+    @property
+    def trie(self) -> Trie:
+        """What tokens add to a text, made when it is first asked for; locks others out."""
+        with self._lock:
+            if self._trie is None:
+                self._trie = Trie(self._later_bytes)
+            return self._trie
+
+    def over_bytes(self, spec: StructuredOutputs) -> Matcher:
+        """A matcher of ``spec`` for a vocabulary of the 256 bytes, whose ids they are.
+
+        Raises:
+            ValueError: it cannot be compiled for them.
+        """
+        vocabulary = [bytes([byte]) for byte in range(256)]
+        start = self._start(_library_tokenizer(vocabulary), rules_of(spec))
+        none, text = np.zeros(8, np.int32), np.full(8, -1, np.int32)
+        ids = range(256, 512)
+        masks = Masks(
+            text, none, frozenset(), None, none, ids, vocabulary, lambda data: tuple(data), none
+        )
+        return Matcher(start, None, masks)
+
     def _spell(self, data: bytes) -> tuple[int, ...]:
         """Tokens that the tokenizer makes of the characters of ``data``; () if they stand for
         something else, as behind a space that it puts in front. Those of up to :data:`SPELLED`
@@ -225,6 +250,11 @@ class CompiledGrammar:
         self._later = later
         self._first = first
         self._thought = thought
+
+    @property
+    def compiler(self) -> GrammarCompiler:
+        """What made it."""
+        return self._compiler
 
     def behind(self, thought: Thought) -> CompiledGrammar:
         """The same behind a thought."""

@@ -64,6 +64,17 @@ OPEN = Forced(b"", ends=False)
 """Several ways, or an end."""
 
 
+def spelled(forced: Forced, masks: Masks) -> tuple[int, ...]:
+    """What is forced as the tokenizer writes it, and the end if one token alone ends a text."""
+    data, ends = forced
+    tokens = masks.spell(data[:MOST_FORCED_BYTES]) if data else ()
+    if len(data) > MOST_FORCED_BYTES:
+        return tokens[:-1]  # it may go on behind the cut
+    if ends and bool(tokens) == bool(data) and len(masks.stop_ids) == 1:
+        tokens += tuple(masks.stop_ids)
+    return tokens
+
+
 class Follows(Protocol):
     """Follows a text token by token: the methods of :class:`Matcher`, which says what they do."""
 
@@ -199,6 +210,10 @@ class Matcher:
         if self.is_complete:
             row |= self._masks.stops
 
+    def fill_text(self, row: npt.NDArray[np.int32]) -> None:
+        """As :meth:`fill_mask`, without those that end the text."""
+        row[:] = self._text_mask()
+
     def along(self, drafts: Sequence[int]) -> Iterator[Matcher]:
         """This text, and then those behind each draft in turn while it may come. They are copies,
         valid until the next: nothing of a draft stays, not even an error on its way."""
@@ -215,16 +230,7 @@ class Matcher:
             if np.count_nonzero(self._text_mask()) > MOST_FORCED_WORDS:
                 return ()
             self._forced = self._find_forced()
-        return self._spelled(self._forced)
-
-    def _spelled(self, forced: Forced) -> tuple[int, ...]:
-        data, ends = forced
-        tokens = self._masks.spell(data[:MOST_FORCED_BYTES]) if data else ()
-        if len(data) > MOST_FORCED_BYTES:
-            return tokens[:-1]  # it may go on behind the cut
-        if ends and bool(tokens) == bool(data) and len(self._masks.stop_ids) == 1:
-            tokens += tuple(self._masks.stop_ids)
-        return tokens
+        return spelled(self._forced, self._masks)
 
     def _find_forced(self, drafts: list[int] | None = None) -> Forced:
         """Behind these drafts. By a copy: to look for what is forced can exceed the library's
@@ -272,6 +278,13 @@ class Matcher:
         return Matcher(
             self._later.deep_copy(), first, self._masks, ended=self._ended, forced=self._forced
         )
+
+    def behind(self, data: bytes) -> Matcher:
+        """Another one behind these bytes, however tokens spell them. Nothing may come if they may
+        not. Not at the start of a text that a decoder changes."""
+        later = self._later.deep_copy()
+        later.consume_tokens([self._masks.byte_ids[byte] for byte in data])
+        return Matcher(later, None, self._masks)
 
     # --- windows: see grammar/windows.py ------------------------------------------------------
 
@@ -345,7 +358,7 @@ class Matcher:
                 self._ways.append((drafts[place - 1], forced))
             else:
                 self._forced = forced
-            runs.append(self._spelled(forced) if forced.data else ())
+            runs.append(spelled(forced, self._masks) if forced.data else ())
         return tuple(runs)
 
     def _text_mask(self) -> npt.NDArray[np.int32]:

@@ -1,0 +1,1 @@
+"""Grammars as tables over bytes, for the device."""

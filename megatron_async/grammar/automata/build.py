@@ -1,0 +1,89 @@
+"""Makes the table of a grammar, or says why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_async.grammar.automata import proof
+from megatron_async.grammar.automata.dfa import determinised, minimal
+from megatron_async.grammar.automata.expressions import Node, NotCoveredError, Text, choice
+from megatron_async.grammar.automata.nfa import Nfa
+from megatron_async.grammar.automata.regex import parsed
+from megatron_async.grammar.automata.table import FORCED, TokenAutomaton, byte_size_of
+from megatron_async.grammar.compiler import CompiledGrammar
+from megatron_async.grammar.matcher import MOST_FORCED_BYTES, Forced, Masks, Matcher, spelled
+from megatron_async.grammar.spec import StructuredOutputs
+
+MOST_PROVEN_WORDS = 1 << 24
+"""Words of the library's masks that a proof compares at most: with 152,000 ids 1,765 states."""
+DIFFERS = "it differs from the library's"
+
+
+def automaton_of(
+    spec: StructuredOutputs,
+    compiled: CompiledGrammar,
+    stop_ids: Iterable[int] | None = None,
+    *,
+    budget_bytes: int,
+) -> TokenAutomaton | str:
+    """The table of a grammar, proven against the library's masks; or in a few words why there is
+    none, for counters and logs.
+
+    It takes from milliseconds to seconds, and belongs where grammars are compiled.
+
+    Args:
+        compiled: what ``spec`` was compiled to.
+        stop_ids: the tokens that end the text, which are no text; None for the engine's.
+        budget_bytes: that the table may take.
+    """
+    masks = compiled.compiler.masks(stop_ids)
+    try:
+        if masks.first_bytes is not None:
+            raise NotCoveredError("tokenizer: its first token is other bytes")
+        transitions, accepting = minimal(determinised(Nfa(_tree_of(spec))))
+        states, words = len(transitions), len(masks.text)
+        if byte_size_of(states, words) > budget_bytes:
+            raise NotCoveredError("budget")
+        if 2 * states * words > MOST_PROVEN_WORDS:
+            raise NotCoveredError("states to prove")
+        over_bytes = compiled.compiler.over_bytes(spec)
+    except (NotCoveredError, ValueError) as error:
+        return str(error)
+    text = compiled.compiler.trie.allowed(transitions, masks.text)
+    forced = _forced(transitions, accepting, masks)
+    table = TokenAutomaton(transitions, accepting, text, forced)
+    start = compiled.matcher(stop_ids)
+    assert isinstance(start, Matcher)
+    return DIFFERS if proof.differs(table, start, over_bytes) is not None else table
+
+
+def _tree_of(spec: StructuredOutputs) -> Node:
+    """Raises NotCoveredError: says why."""
+    if spec.thought is not None or spec.calls is not None:
+        raise NotCoveredError("thought" if spec.thought is not None else "calls")
+    if spec.choice is not None:
+        return choice(Text(text.encode()) for text in spec.choice)
+    if spec.regex is not None:
+        return parsed(spec.regex)
+    raise NotCoveredError(spec.kind)
+
+
+def _forced(
+    transitions: npt.NDArray[np.int16], accepting: npt.NDArray[np.bool_], masks: Masks
+) -> npt.NDArray[np.int32]:
+    """See :attr:`TokenAutomaton.forced`."""
+    ways = (transitions >= 0).sum(axis=1)
+    only = np.where((ways == 1) & ~accepting, (transitions >= 0).argmax(axis=1), -1).tolist()
+    found = np.full((len(transitions), FORCED), -1, np.int32)
+    for state in range(len(transitions)):
+        data, at = bytearray(), state
+        while only[at] >= 0 and len(data) <= MOST_FORCED_BYTES:
+            data.append(only[at])
+            at = int(transitions[at, only[at]])
+        ends = bool(accepting[at]) and not ways[at] and len(data) <= MOST_FORCED_BYTES
+        tokens = spelled(Forced(bytes(data), ends), masks)[:FORCED]
+        found[state, : len(tokens)] = tokens
+    return found
