@@ -1,10 +1,10 @@
 """Drafts of rows that a grammar guides, between S and the forward that runs over them: those that
 are there go to the host, which makes masks along them, and those that the grammar knows come from
-it."""
+it, or where an automaton guides the row from that."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import numpy as np
@@ -12,8 +12,10 @@ import torch
 
 from megatron_async.device.protocol import Device, Ints
 from megatron_async.kernels import trial
+from megatron_async.runner.extras_tables import ExtrasTables
 from megatron_async.runner.memory.slot_state import SlotState
 from megatron_async.runner.sampler import has_triton
+from megatron_async.sampling.automata import force_drafts
 from megatron_async.step.extras import SlotExtras
 from megatron_async.step.plan import Guess, Plan, RowMap
 
@@ -31,11 +33,20 @@ class GuidedDrafts:
     Args:
         entries: most tickets in flight, and one more.
         most_rows: of a step.
+        tables: of what slots ask, with the automata that guide them.
     """
 
-    def __init__(self, device: Device, slots: SlotState, entries: int, most_rows: int) -> None:
+    def __init__(
+        self,
+        device: Device,
+        slots: SlotState,
+        entries: int,
+        most_rows: int,
+        tables: ExtrasTables,
+    ) -> None:
         self._device = device
         self._slots = slots
+        self._tables = tables
         self._shape = slots.drafts.shape
         self._ring = device.result_ring(entries, slots.drafts.numel(), of_steps=False)
         self._numbers: dict[int, int] = {}
@@ -43,7 +54,9 @@ class GuidedDrafts:
         self._next = 0
         self._last, self._drafts = NO_TICKET, np.zeros(self._shape, np.int32)
         self._guided: set[int] = set()
-        """Slots."""
+        """Slots whose masks the host makes."""
+        self._forcing: set[int] = set()
+        """Slots whose automaton forces some tokens."""
         self._guesses: dict[int, Sequence[Guess]] = {}
         """By ticket whose S has not been launched."""
         rows, count = self._shape
@@ -68,20 +81,21 @@ class GuidedDrafts:
 
     def admit(self, slot: int, extras: SlotExtras | None) -> None:
         """A request takes ``slot``."""
-        if extras is not None and extras.extras.guided and extras.automaton is None:
+        self._guided.discard(slot)
+        self._forcing.discard(slot)
+        if extras is None:
+            return
+        if extras.automaton is not None:
+            if extras.automaton.table.forces:
+                self._forcing.add(slot)
+        elif extras.extras.guided:
             self._guided.add(slot)
-        else:
-            self._guided.discard(slot)
 
     def come_between(self, plan: Plan) -> bool:
         """There is something to do between the S at the head of the plan's launch and its
         forward."""
-        return bool(self._guesses) or self._are_shown(plan.rows)
-
-    def _are_shown(self, rows: RowMap) -> bool:
-        """Some row that brings several tokens is guided."""
-        pairs = zip(rows.slots, rows.windows, strict=False)
-        return any(window > 1 and slot in self._guided for slot, window in pairs)
+        both = self._guided | self._forcing
+        return bool(self._guesses) or _some_drafts(plan.rows, both)
 
     def ride(self, plan: Plan, sampled: int) -> None:
         """The next graph has :meth:`work_between`, ahead of the forward of the plan and behind the
@@ -97,17 +111,31 @@ class GuidedDrafts:
         self._next += 1
 
     def work_between(self) -> None:
-        """Follow the guesses that are given, and show what the forward runs over: both in one, for
-        graphs of a whole launch."""
+        """Follow the guesses that are given, draft what automata force, and show what the forward
+        runs over: all in one, for graphs of a whole launch."""
         self._packets.read(self._given.view(-1), self._given.numel())
         self._follow(self._given)
+        self._force()
         self._publish()
+
+    def _force(self) -> None:
+        tables, drafts = self._tables, self._slots.drafts
+        if drafts.device.type != "cuda":
+            if tables.automata is not None:
+                force_drafts(tables.automata, tables.automaton, drafts)
+        elif tables.addresses is not None:
+            from megatron_async.kernels.sampling.automata import Guides, force_drafts_gpu
+
+            force_drafts_gpu(Guides(tables.automaton, tables.stops, tables.addresses), drafts)
 
     # --- to the host --------------------------------------------------------------------------
 
     def show(self, plan: Plan) -> None:
-        """Queue what the forward of the plan runs over, if the host makes masks along it."""
-        if self._are_shown(plan.rows):
+        """Queue what automata force, and what the forward of the plan runs over, if the host makes
+        masks along it."""
+        if _some_drafts(plan.rows, self._forcing):
+            self._device.enqueue(self._force, "drafts")
+        if _some_drafts(plan.rows, self._guided):
             self._numbers[plan.number] = self._next
             self._next += 1
             self._showing.replay()
@@ -175,11 +203,18 @@ class GuidedDrafts:
         """Begin again with ticket 0; nothing is on its way."""
         self._numbers.clear()
         self._guided.clear()
+        self._forcing.clear()
         self._guesses.clear()
         self._next, self._last = 0, NO_TICKET
         self._rode = 0
         self._packets.restart()
         self._ring.restart()
+
+
+def _some_drafts(rows: RowMap, slots: Collection[int]) -> bool:
+    """Some row of these slots brings several tokens."""
+    pairs = zip(rows.slots, rows.windows, strict=False)
+    return any(window > 1 and slot in slots for slot, window in pairs)
 
 
 def packed(guesses: Sequence[Guess], width: int, places: int | None = None) -> Ints:

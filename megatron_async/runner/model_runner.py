@@ -150,10 +150,12 @@ class ModelRunner:
         self._model = model
         self._drafter = make_drafter(batch, max_rows)
         self._guided_drafts: GuidedDrafts | None = None
-        if extras and self._drafter is not None:
+        if self._extras is not None and self._drafter is not None:
             from megatron_async.runner.guided_drafts import GuidedDrafts
 
-            self._guided_drafts = GuidedDrafts(device, batch.slots, entries, max_rows)
+            self._guided_drafts = GuidedDrafts(
+                device, batch.slots, entries, max_rows, self._extras.tables
+            )
         self._program = StepProgram(
             device,
             batch,

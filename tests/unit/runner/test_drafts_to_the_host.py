@@ -30,12 +30,13 @@ def plan(number: int, *windows: int) -> Plan:
 class Rig:
     def __init__(self, kind: type[CpuDevice]) -> None:
         self.device = kind()
+        self.tables: Any = SimpleNamespace(addresses=None, automata=None)
         self.state: Any = SimpleNamespace(
             drafts=torch.zeros(SLOTS + 1, DRAFTS, dtype=torch.int64),
             last_token=torch.zeros(SLOTS + 1, dtype=torch.int64),
             kv_length=torch.zeros(SLOTS + 1, dtype=torch.int64),
         )
-        self.drafts = GuidedDrafts(self.device, self.state, ENTRIES, SLOTS)
+        self.drafts = GuidedDrafts(self.device, self.state, ENTRIES, SLOTS, self.tables)
         self.drafts.admit(1, GUIDED_SLOT)
 
     def show(self, number: int) -> None:
