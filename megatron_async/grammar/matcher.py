@@ -210,10 +210,6 @@ class Matcher:
         if self.is_complete:
             row |= self._masks.stops
 
-    def fill_text(self, row: npt.NDArray[np.int32]) -> None:
-        """As :meth:`fill_mask`, without those that end the text."""
-        row[:] = self._text_mask()
-
     def along(self, drafts: Sequence[int]) -> Iterator[Matcher]:
         """This text, and then those behind each draft in turn while it may come. They are copies,
         valid until the next: nothing of a draft stays, not even an error on its way."""
@@ -360,6 +356,11 @@ class Matcher:
                 self._forced = forced
             runs.append(spelled(forced, self._masks) if forced.data else ())
         return tuple(runs)
+
+    @property
+    def text_mask(self) -> npt.NDArray[np.int32]:
+        """As :meth:`fill_mask` writes it, without the tokens that end the text."""
+        return self._text_mask()
 
     def _text_mask(self) -> npt.NDArray[np.int32]:
         if self._allowed is None:

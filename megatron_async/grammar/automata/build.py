@@ -12,6 +12,7 @@ from megatron_async.grammar.automata.dfa import determinised, minimal
 from megatron_async.grammar.automata.expressions import Node, NotCoveredError, Text, choice
 from megatron_async.grammar.automata.nfa import Nfa
 from megatron_async.grammar.automata.regex import parsed
+from megatron_async.grammar.automata.schema import of_schema, whitespace_of
 from megatron_async.grammar.automata.table import FORCED, TokenAutomaton, byte_size_of
 from megatron_async.grammar.compiler import CompiledGrammar
 from megatron_async.grammar.matcher import MOST_FORCED_BYTES, Forced, Masks, Matcher, spelled
@@ -65,9 +66,11 @@ def _tree_of(spec: StructuredOutputs) -> Node:
     if spec.thought is not None or spec.calls is not None:
         raise NotCoveredError("thought" if spec.thought is not None else "calls")
     if spec.choice is not None:
-        return choice(Text(text.encode()) for text in spec.choice)
+        return choice(Text(text.encode()) for text in dict.fromkeys(spec.choice))
     if spec.regex is not None:
         return parsed(spec.regex)
+    if spec.json is not None:
+        return of_schema(str(spec.json), whitespace_of(spec))
     raise NotCoveredError(spec.kind)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_async.grammar.automata.expressions import NotCoveredError
+from megatron_async.grammar.automata.trie import byte_classes
 
 MOST_STATES = 4096
 """Of a table."""
@@ -157,10 +158,12 @@ def minimal(found: Dfa) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.bool_]]:
         raise NotCoveredError("nothing can come")
     dead = np.flatnonzero(distance < 0)
     table[np.isin(table, dead)] = -1
-    columns = np.unique(table[:-1], axis=1, return_inverse=True)
-    distinct, column_of = columns[0], np.ravel(columns[1])
-    block = _blocks(distinct, distance)
-    return _numbered(distinct[:, column_of], accepting[:-1], block)
+    firsts, class_of = byte_classes(table[:-1])
+    distinct = table[:-1, firsts]
+    found_transitions, found_accepting = _numbered(
+        distinct, accepting[:-1], _blocks(distinct, distance)
+    )
+    return np.ascontiguousarray(found_transitions[:, class_of]), found_accepting
 
 
 def _distances(

@@ -89,7 +89,7 @@ def sequence(*items: Node) -> Node:
 
 def choice(items: Iterable[Node]) -> Node:
     """Raises NotCoveredError: there are none."""
-    found = tuple(dict.fromkeys(items))
+    found = tuple(items)
     if not found:
         raise NotCoveredError("nothing can come")
     return found[0] if len(found) == 1 else Choice(found)

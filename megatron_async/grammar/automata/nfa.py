@@ -21,6 +21,8 @@ from megatron_async.grammar.automata.expressions import (
 
 MOST_NFA_STATES = 60_000
 """Counted while they are made, so that nested repetitions end here at once."""
+MOST_PARTS = 4 * MOST_NFA_STATES
+"""Of a tree, each as often as it is reached: some add no state."""
 _LENGTH_ENDS = (0x7F, 0x7FF, 0xFFFF, 0x10FFFF)
 _SHORT_ESCAPES = {8: b"b", 9: b"t", 10: b"n", 12: b"f", 13: b"r", 34: b'"', 92: b"\\"}
 
@@ -38,6 +40,7 @@ class Nfa:
     def __init__(self, node: Node) -> None:
         self.edges: list[list[Edge]] = [[], []]
         self.empty: list[list[int]] = [[], []]
+        self._parts = 0
         self.add(node, 0, 1)
 
     def state(self) -> int:
@@ -48,6 +51,9 @@ class Nfa:
         return len(self.edges) - 1
 
     def add(self, node: Node, start: int, end: int, *, quoted: bool = False) -> None:
+        self._parts += 1
+        if self._parts > MOST_PARTS:
+            raise NotCoveredError("size")
         match node:
             case Text(data):
                 self._bytes(data, start, end, quoted)

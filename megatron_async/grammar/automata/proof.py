@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_async.grammar.automata.table import TokenAutomaton
+from megatron_async.grammar.automata.trie import byte_classes
 from megatron_async.grammar.matcher import Matcher
 
 logger = logging.getLogger(__name__)
@@ -51,10 +52,11 @@ def differs(table: TokenAutomaton, start: Matcher, over_bytes: Matcher) -> bytes
         start: the library's matcher, at the start of a text, of the vocabulary of ``table``.
         over_bytes: the same for a vocabulary of the 256 bytes.
     """
-    tree = _shortest(table.transitions)
+    firsts, _ = byte_classes(table.transitions)
+    tree = _shortest(table.transitions, firsts)
     bits = table.transitions >= 0
     bytes_allowed = np.packbits(bits, axis=1, bitorder="little").view("<i4").astype(np.int32)
-    edges = _all_edges(table.transitions)
+    edges = _all_edges(table.transitions, firsts)
     found = _first_difference(over_bytes, tree, edges, bytes_allowed, table.accepting)
     if found is None:
         others = _other_ways(table.transitions, tree)
@@ -64,11 +66,13 @@ def differs(table: TokenAutomaton, start: Matcher, over_bytes: Matcher) -> bytes
     return found
 
 
-def _shortest(transitions: Transitions) -> _Tree:
+def _shortest(transitions: Transitions, firsts: list[int]) -> _Tree:
+    """Args: ``firsts``: of bytes that no state tells apart the first."""
     tree, todo, seen = _Tree(defaultdict(list), {}), deque([0]), {0}
+    rows = transitions[:, firsts].tolist()
     while todo:
         state = todo.popleft()
-        for byte, to in enumerate(transitions[state].tolist()):
+        for byte, to in zip(firsts, rows[state], strict=True):
             if to >= 0 and to not in seen:
                 seen.add(to)
                 tree.children[state].append((byte, to))
@@ -80,28 +84,27 @@ def _shortest(transitions: Transitions) -> _Tree:
 def _other_ways(transitions: Transitions, tree: _Tree) -> Edges:
     """An edge into each state that is not that of its shortest text: the last of another state, or
     else of the same."""
-    chosen: dict[int, tuple[int, int]] = {}
-    for state, row in enumerate(transitions.tolist()):
-        for byte, to in enumerate(row):
-            if to < 0 or tree.parents.get(to) == (state, byte):
-                continue
-            parent = tree.parents.get(to, (0, 0))[0]
-            if to not in chosen or state != parent or chosen[to][0] == parent:
-                chosen[to] = state, byte
+    states, bytes_ = np.nonzero(transitions >= 0)
+    to = transitions[states, bytes_]
+    before = [tree.parents.get(state, (-1, -1)) for state in range(len(transitions))]
+    parent, byte = np.array(before).T
+    is_same = states == parent[to]
+    is_other = is_same & (bytes_ != byte[to])
+    chosen = np.full(len(transitions), -1)
+    for kind in (is_other, ~is_same):
+        chosen[to[kind]] = np.flatnonzero(kind)  # of several the last stays
     edges: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for to, (state, byte) in chosen.items():
-        edges[state].append((byte, to))
+    for at in chosen[chosen >= 0].tolist():
+        edges[int(states[at])].append((int(bytes_[at]), int(to[at])))
     return edges
 
 
-def _all_edges(transitions: Transitions) -> Edges:
-    """Of bytes that no state tells apart the first."""
-    _, firsts = np.unique(transitions, axis=1, return_index=True)
-    found = {}
-    for state, row in enumerate(transitions[:, np.sort(firsts)].tolist()):
-        bytes_of = zip(np.sort(firsts).tolist(), row, strict=True)
-        found[state] = [(byte, to) for byte, to in bytes_of if to >= 0]
-    return found
+def _all_edges(transitions: Transitions, firsts: list[int]) -> Edges:
+    rows = transitions[:, firsts].tolist()
+    return {
+        state: [(byte, to) for byte, to in zip(firsts, row, strict=True) if to >= 0]
+        for state, row in enumerate(rows)
+    }
 
 
 def _first_difference(
@@ -112,11 +115,10 @@ def _first_difference(
     accepting: npt.NDArray[np.bool_],
 ) -> bytes | None:
     """Compare the masks behind the shortest texts, and behind edges from there."""
-    row = np.empty_like(text[0])
+    ends = accepting.tolist()
 
     def is_other(matcher: Matcher, state: int) -> bool:
-        matcher.fill_text(row)
-        return matcher.is_complete != bool(accepting[state]) or not np.array_equal(row, text[state])
+        return matcher.is_complete != ends[state] or bool((matcher.text_mask != text[state]).any())
 
     todo: list[tuple[int, Matcher]] = [(0, start)]
     while todo:

@@ -57,8 +57,9 @@ class Trie:
         Returns:
             int32 ``[states, W]``; bit id % 32 of word id // 32.
         """
-        table, class_of = np.unique(transitions, axis=1, return_inverse=True)
-        levels, text_of, count = self._collapsed(np.ravel(class_of).astype(np.int32))
+        firsts, class_of = byte_classes(transitions)
+        table = transitions[:, firsts]
+        levels, text_of, count = self._collapsed(class_of)
         masks = np.zeros((len(transitions), len(counted)), np.int32)
         bits = np.zeros((_CHUNK, 32 * len(counted)), np.bool_)
         for first in range(0, len(transitions), _CHUNK):
@@ -149,6 +150,21 @@ def _texts(
         nodes = (firsts + np.arange(len(firsts))).astype(np.int32)
         rows, before = np.repeat(rows, counts), np.repeat(states, counts)
     return found
+
+
+def byte_classes(transitions: npt.NDArray[np.signedinteger]) -> tuple[list[int], Ints]:
+    """Bytes that no state tells apart.
+
+    Args:
+        transitions: ``[states, 256]``.
+
+    Returns:
+        the first byte of each class, in order, and int32 ``[256]`` the class of each byte.
+    """
+    classes: dict[bytes, int] = {}
+    columns = [column.tobytes() for column in np.ascontiguousarray(transitions.T)]
+    class_of = [classes.setdefault(column, len(classes)) for column in columns]
+    return [class_of.index(number) for number in range(len(classes))], np.array(class_of, np.int32)
 
 
 def walked(transitions: npt.NDArray[np.int16], state: int, data: bytes) -> int:

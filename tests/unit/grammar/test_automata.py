@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_async.grammar.automata import build, dfa
 from megatron_async.grammar.automata.build import automaton_of
 from megatron_async.grammar.automata.table import FORCED, TokenAutomaton, byte_size_of
 from megatron_async.grammar.matcher import Matcher
 from megatron_async.grammar.spec import StructuredOutputs
-from tests.unit.grammar.test_grammar import COMPILERS, TOKENIZERS
+from tests.unit.grammar.test_grammar import COMPILERS
 
 BYTE_LEVEL = ("byte_level", "tiny")
 BUDGET = 1 << 24
