@@ -44,7 +44,7 @@ def automaton_of(
     try:
         if masks.first_bytes is not None:
             raise NotCoveredError("tokenizer: its first token is other bytes")
-        transitions, accepting = minimal(determinised(Nfa(_tree_of(spec))))
+        transitions, accepting = minimal(determinised(Nfa(tree_of(spec))))
         states, words = len(transitions), len(masks.text)
         if byte_size_of(states, words) > budget_bytes:
             raise NotCoveredError("budget")
@@ -61,8 +61,12 @@ def automaton_of(
     return DIFFERS if proof.differs(table, start, over_bytes) is not None else table
 
 
-def _tree_of(spec: StructuredOutputs) -> Node:
-    """Raises NotCoveredError: says why."""
+def tree_of(spec: StructuredOutputs) -> Node:
+    """What a text must conform to.
+
+    Raises:
+        NotCoveredError: says why there is no automaton of it.
+    """
     if spec.thought is not None or spec.calls is not None:
         raise NotCoveredError("thought" if spec.thought is not None else "calls")
     if spec.choice is not None:

@@ -16,7 +16,7 @@ MOST_STATES = 4096
 """Of a table."""
 MOST_RAW_STATES = 2 * MOST_STATES
 """Before equal ones are joined."""
-MOST_WORK = 2_000_000
+MOST_WORK = 1_000_000
 """Edges that are looked at to make one automaton deterministic: about a second."""
 
 Edges = list[tuple[int, int, int]]

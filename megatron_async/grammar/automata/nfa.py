@@ -19,7 +19,7 @@ from megatron_async.grammar.automata.expressions import (
     Text,
 )
 
-MOST_NFA_STATES = 60_000
+MOST_NFA_STATES = 4 * dfa.MOST_STATES
 """Counted while they are made, so that nested repetitions end here at once."""
 MOST_PARTS = 4 * MOST_NFA_STATES
 """Of a tree, each as often as it is reached: some add no state."""

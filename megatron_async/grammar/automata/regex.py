@@ -1,8 +1,9 @@
 r"""Reads regular expressions of which it is certain how the library reads them.
 
-That is Rust's syntax without what depends on tables of Unicode (``\w``, ``\d``, ``\s``, ``\p``,
-which JSON schemas write in ASCII), flags but ``s``, operations of classes, assertions but ``^`` and
-``$`` at the ends. Whether a repetition is lazy changes nothing, since the whole text matches.
+That is Rust's syntax without what depends on tables of Unicode that grow (``\w``, ``\d``, ``\p``;
+the first two JSON schemas write in ASCII), without flags but ``s``, operations of classes, and
+assertions but ``^`` and ``$`` at the ends. Whether a repetition is lazy changes nothing, since the
+whole text matches.
 """
 
 from __future__ import annotations
@@ -41,6 +42,13 @@ _ASCII = {
     "d": union([(48, 57)]),
     "w": union([(48, 57), (65, 90), (95, 95), (97, 122)]),
 }
+_WHITE = {
+    "s": union(
+        [(9, 13), (32, 32), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A)]
+        + [(0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000)]
+    )
+}
+"""Unicode's White_Space, to which nothing is added any more."""
 _OPERATIONS = ("&&", "--", "~~")
 
 
@@ -232,7 +240,8 @@ class _Parser:
             return ((ord(_CONTROLS[char]),) * 2,)
         if char in _PUNCTUATION:
             return ((ord(char), ord(char)),)
-        if self._ascii and char.lower() in _ASCII:
-            ranges = _ASCII[char.lower()]
+        known = _ASCII | _WHITE if self._ascii else _WHITE
+        if char.lower() in known:
+            ranges = known[char.lower()]
             return ranges if char.islower() else complement(ranges)
         raise NotCoveredError(f"regex: \\{char}")
