@@ -17,6 +17,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from megatron_async.cache.automaton_space import AutomatonSpace
 from megatron_async.cache.block_allocator import BlockAllocator
 from megatron_async.cache.prefix_cache import ROOT, PrefixCache
 from megatron_async.cache.state_snapshots import StateSnapshots
@@ -33,6 +34,7 @@ from megatron_async.runner import sampling_stage as stage
 from megatron_async.runner.cuda_graphs import StepGraphs
 from megatron_async.runner.guided_drafts import GuidedDrafts
 from megatron_async.runner.masks import MaskRing
+from megatron_async.runner.memory.automaton_pool import AutomatonPool
 from megatron_async.runner.memory.forward_batch import ForwardBatch
 from megatron_async.runner.memory.recurrent_states import ChunkStates, DecodeStates, RecurrentStates
 from megatron_async.runner.model_runner import ModelRunner
@@ -50,6 +52,12 @@ from megatron_async.step.plan import Plan, SampleShape, SlotUpdate, StateCopy, T
 from megatron_async.step.records import StepResult
 from megatron_async.step.slot_fields import Values
 from tests.support.cuda_rings import CudaPackets, CudaResults, CudaRingsDevice
+from tests.support.guided_automata import (
+    automata_guide_rows_as_the_oracle,
+    automata_keep_their_states_until_they_retire,
+    forced_stretches_are_drafted_by_automata,
+    no_launch_waits_for_a_token,
+)
 from tests.support.guided_rows import (
     forced_stretches_come_as_drafts,
     guided_rows_draft_and_are_those_of_the_oracle,
@@ -657,6 +665,87 @@ def row_that_sat_out_has_no_mask(original: Any) -> Any:
         return found
 
     return prepare
+
+
+# --- rows that automata guide -------------------------------------------------------------------
+
+
+@pinned(stage, "advance_states", automata_guide_rows_as_the_oracle)
+def automaton_walked_over_rejected_drafts(original: Any) -> Any:
+    """The state goes on by all that was sampled in the window."""
+
+    def advance_states(
+        automata: Any, table: Any, slots: Any, tokens: torch.Tensor, last: torch.Tensor, stops: Any
+    ) -> None:
+        end = torch.full_like(last, tokens.shape[1] - 1)
+        original(automata, table, slots, tokens, end, stops)
+
+    return advance_states
+
+
+@pinned(stage, "advance_states", automata_guide_rows_as_the_oracle)
+def automaton_a_step_late(original: Any) -> Any:
+    """The state stays before the last token that counts."""
+
+    def advance_states(
+        automata: Any, table: Any, slots: Any, tokens: Any, last: torch.Tensor, stops: Any
+    ) -> None:
+        original(automata, table, slots, tokens, last - 1, stops)
+
+    return advance_states
+
+
+@pinned(SamplingStage, "_guide", automata_guide_rows_as_the_oracle)
+def automaton_of_the_slot_with_the_number_of_the_row(original: Any) -> Any:
+    """Right as long as no row before it has ended."""
+
+    def guide(
+        self: SamplingStage, tables: Any, masks: Any, masked: Any, each: torch.Tensor, window: int
+    ) -> Any:
+        rows = torch.arange(len(each) // window).clamp(max=len(tables.automaton) - 1)
+        return original(self, tables, masks, masked, rows.repeat_interleave(window), window)
+
+    return guide
+
+
+@pinned(stage, "place_states", automata_guide_rows_as_the_oracle)
+def automaton_not_walked_along_the_drafts(original: Any) -> Any:
+    """All places of a window have the mask of the first."""
+    return lambda automata, states, drafts, stops: states[:, None].repeat(1, 1 + drafts.shape[1])
+
+
+@pinned(stage, "masks_at", automata_guide_rows_as_the_oracle)
+def automaton_allows_ends_everywhere(original: Any) -> Any:
+    return lambda automata, states, stops: original(automata, states, stops) | stops
+
+
+@pinned(AutomatonPool, "state_of", automata_keep_their_states_until_they_retire)
+def automaton_of_an_evicted_request_begins_anew(original: Any) -> Any:
+    return lambda self, base, automaton, tokens: original(self, base, automaton, ())
+
+
+@pinned(RequestTable, "_give_up", automata_keep_their_states_until_they_retire, least_depth=1)
+def automaton_given_back_before_the_last_ticket(original: Any) -> Any:
+    """An evicted request's token in flight is sampled by the table of who comes next."""
+
+    def give_up(self: RequestTable, sequence: Sequence) -> None:
+        if sequence.automaton is not None and self.automata is not None:
+            AutomatonSpace.give_back(self.automata, sequence.automaton.table.number)
+            self.automata.give_back = lambda number: None  # type: ignore[method-assign]
+        original(self, sequence)
+
+    return give_up
+
+
+@pinned(guided_drafts, "force_drafts", forced_stretches_are_drafted_by_automata)
+def forced_by_the_state_of_the_slot_before(original: Any) -> Any:
+    """No wrong token: drafts that nobody accepts."""
+    return lambda automata, table, drafts: original(automata, table.roll(1), drafts)
+
+
+@pinned(Guidance, "grammar_of", no_launch_waits_for_a_token, least_depth=2)
+def rows_of_automata_wait_like_others(original: Any) -> Any:
+    return lambda self, key: None
 
 
 # --- recurrent state and experts ----------------------------------------------------------------

@@ -1,0 +1,187 @@
+"""Guided rows whose masks come from token automata on the device: the tokens, log-probabilities and
+ends of masks from the host and of serial decoding, at every depth, with every event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron_async.engine.metrics import GuidedRow, HostMasks
+from megatron_async.sampling_params import SamplingParams
+from tests.support.drafting_model import DraftingHashModel
+from tests.support.engines import DEPTHS, hash_engine
+from tests.support.guided_automata import ROOM, SCENARIOS, are_those_of_the_oracle, pool_of
+from tests.support.guided_rows import WINDOW, guide
+from tests.support.hash_model import HashModel
+from tests.support.hash_tokenizer import hash_tokenizer
+from tests.unit.engine.test_guided_requests import EVENTS, GUIDED, ON_GPU, run, serial, what_came
+
+pytestmark = pytest.mark.sweep
+
+DRAFTS = WINDOW - 1
+WAYS: dict[str, dict[str, Any]] = {
+    "no drafts": {"model": HashModel()},
+    "drafts that know": {"model": DraftingHashModel(DRAFTS, 0.3, guide=guide)},
+    "prompt look-up": {
+        "model": HashModel(), "num_speculative_tokens": DRAFTS, "speculative_method": "ngram",
+    },
+    "grammars alone": {
+        "model": HashModel(), "num_speculative_tokens": DRAFTS, "speculative_method": "grammar",
+    },
+    "stages": {
+        "model": HashModel(), "num_speculative_tokens": DRAFTS, "speculative_method": "grammar",
+        "pipeline_micro_batches": 2,
+    },
+    "rows that sit out beside": {"model": HashModel(), "guided_rows": "sit_out"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_tokens_are_those_of_the_oracle(depth: int, way: str) -> None:
+    """With evictions, pauses and prefixes that are shared; in a pool that is large, and in one that
+    leaves some grammars to the host."""
+    pairs = are_those_of_the_oracle(depth, **WAYS[way])
+    accepted = sum(request.counters.accepted for ask, request in pairs if ask.regex)
+    assert accepted > 30 if way not in ("no drafts", "rows that sit out beside") else not accepted
+    are_those_of_the_oracle(depth, guided_automata_bytes=pool_of(30), **WAYS[way])
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_scenarios_pass(scenario: Callable[[int], None], depth: int) -> None:
+    scenario(depth)
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_events_change_no_token(depth: int, event: str) -> None:
+    """Beside schemas and stop words; log-probabilities are those of masks from the host."""
+    requests, counters = run(depth, event, guided_automata_bytes=ROOM)
+    by_host, _ = run(0, "none")
+    for name, request in requests.items():
+        assert what_came(request) == serial()[name], name
+        assert request.generated_log_probs == by_host[name].generated_log_probs, name
+    assert counters.guided_rows[GuidedRow.AUTOMATON] > 30
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("depth", (0, 1, 2))
+def test_captured_steps_change_no_token(
+    depth: int, event: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_async.kernels.trial.AUTOMATA", True)
+    requests, counters = run(depth, event, device, guided_automata_bytes=ROOM)
+    for name, request in requests.items():
+        assert what_came(request) == serial()[name], name
+    assert counters.guided_rows[GuidedRow.AUTOMATON] > 30
+
+
+def decoded(depth: int, drafts: int, asked: list[SamplingParams], **values: Any) -> Any:
+    """What comes of each, with a prompt that half of them share, and the counters."""
+    if drafts:
+        values |= {"num_speculative_tokens": drafts, "speculative_method": "ngram"}
+    with hash_engine(
+        depth, tokenizer=hash_tokenizer(), max_requests=3, block_size_tokens=4, block_count=90,
+        **values,
+    ) as engine:  # fmt: skip
+        prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5, number % 2] for number in range(len(asked))]
+        requests = engine.generate(prompts, asked)
+        counters = engine.counters
+    return [
+        (
+            r.generated_tokens, r.finish_reason, r.generated_text, r.generated_log_probs,
+            r.generated_top_n_logprobs, [str(e.payload) for e in r.events if e.payload],
+        )
+        for r in requests
+    ], counters  # fmt: skip
+
+
+ASKED = [
+    SamplingParams(
+        temperature=(0.0, 1.4)[number % 2], seed=number, num_tokens_to_generate=20,
+        structured_outputs=outputs, **more,
+    )
+    for number, (outputs, more) in enumerate(
+        (
+            ({"regex": "[a-f]{2,9}(true|12)"}, {"return_log_probs": True}),
+            ({"regex": "[a-f]{2,9}(true|12)"}, {"top_n_logprobs": 3, "min_tokens": 6}),
+            ({"choice": ["abcabc", "null", "tru"]}, {"ignore_eos": True}),
+            ({"regex": "[a-f]{3}X"}, {}),  # the vocabulary has no capitals
+            ({"regex": "(é|1){9}"}, {"stop_token_ids": tuple(range(40, 61))}),
+            ({"regex": "[a-z]{30}"}, {"repetition_penalty": 1.4, "bad_words": ["ab"]}),
+            ({"regex": "[a-z]*"}, {"allowed_token_ids": list(range(20, 61)), "min_p": 0.05}),
+            ({"regex": "[a-z1-9]{20}"}, {"n": 3, "logit_bias": {20: 3.0}}),
+        )
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("drafts", (0, 3))
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_what_comes_is_what_comes_of_masks_from_the_host(depth: int, drafts: int) -> None:
+    """Ends, errors with their reasons, log-probabilities, and everything else that S does."""
+    found, counters = decoded(depth, drafts, ASKED, guided_automata_bytes=ROOM)
+    by_host, counters_by_host = decoded(0, 0, ASKED)
+    for one, other in zip(found, by_host, strict=True):
+        assert one == other
+    assert set(counters.guided_rows) == {GuidedRow.AUTOMATON} and not counters.host_masks
+    assert counters_by_host.host_masks == {HostMasks.OFF: counters_by_host.guided_rows.total()}
+
+
+def test_other_rows_say_why_the_host_makes_their_masks() -> None:
+    def all_of_them(tokens: list[int], logits: Any) -> Any:
+        return logits
+
+    thought = {"closing": [60], "budget": 3}
+    asked = [
+        SamplingParams(structured_outputs=outputs, num_tokens_to_generate=4, **more)
+        for outputs, more in (
+            ({"regex": "[a-f]{9}"}, {"logits_processors": [all_of_them]}),
+            ({"regex": "[a-f]{9}", "thought": thought}, {}),
+            ({"grammar": 'root ::= "a" root "b" | "c"'}, {}),
+            ({"regex": "[a-f]{999}"}, {}),
+            ({"regex": "[a-f]{9}"}, {}),
+        )
+    ]
+    _, counters = decoded(1, 0, asked, guided_automata_bytes=pool_of(100))
+    assert set(counters.guided_rows) == {
+        GuidedRow.PROCESSOR, GuidedRow.TOKEN, GuidedRow.AUTOMATON
+    }  # fmt: skip
+    assert counters.host_masks[HostMasks.PROCESSOR] == counters.guided_rows[GuidedRow.PROCESSOR]
+    by_grammar = counters.host_masks.total() - counters.host_masks[HostMasks.PROCESSOR]
+    assert by_grammar == counters.guided_rows[GuidedRow.TOKEN]
+    assert len(counters.host_masks) == 4
+
+
+def test_a_pool_without_room_is_no_pool() -> None:
+    asked = [SamplingParams(structured_outputs={"regex": "[a-f]{9}"}, num_tokens_to_generate=4)]
+    _, counters = decoded(1, 0, asked, guided_automata_bytes=pool_of(0))
+    assert counters.host_masks.total() == 4
+
+
+def test_what_is_asked_of_one_engine_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar that nobody uses any more stays in the pool, and gives way."""
+    loads: list[int] = []
+    from megatron_async.runner.memory.automaton_pool import AutomatonPool
+
+    load = AutomatonPool.load
+    monkeypatch.setattr(
+        AutomatonPool, "load", lambda self, base, of: (loads.append(base), load(self, base, of))
+    )
+    with hash_engine(
+        1, tokenizer=hash_tokenizer(), max_requests=2, block_count=30,
+        guided_automata_bytes=pool_of(25),
+    ) as engine:  # fmt: skip
+        for regex in ("[a-f]{9}", "[0-9]{9}", "[a-f]{9}", "[ab]{19}", "[0-9]{9}", "[a-f]{9}"):
+            asked = SamplingParams(structured_outputs={"regex": regex}, num_tokens_to_generate=12)
+            engine.generate([[1, 2]], asked)
+        assert not engine.counters.host_masks
+    assert loads == [1, 11, 1, 1, 11]
+
+
+def test_the_names_of_the_asked_are_those_of_the_schemas() -> None:
+    assert {"regex", "choice", "schema"} <= GUIDED.keys()
