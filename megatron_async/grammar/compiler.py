@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import functools
 import json
 import logging
 import threading
@@ -190,8 +191,8 @@ class GrammarCompiler:
         Raises:
             ValueError: it cannot be compiled for them.
         """
-        vocabulary = [bytes([byte]) for byte in range(256)]
-        start = self._start(_library_tokenizer(vocabulary), rules_of(spec))
+        vocabulary, tokenizer = _of_bytes()
+        start = self._start(tokenizer, rules_of(spec))
         none, text = np.zeros(8, np.int32), np.full(8, -1, np.int32)
         ids = range(256, 512)
         masks = Masks(
@@ -326,6 +327,13 @@ class _Vocabulary:
 def _library_tokenizer(token_bytes: Sequence[bytes]) -> llguidance.LLTokenizer:
     wrapped = llguidance.TokenizerWrapper(_Vocabulary(token_bytes))
     return llguidance.LLTokenizer(wrapped, slices=list(SLICES))
+
+
+@functools.cache
+def _of_bytes() -> tuple[list[bytes], llguidance.LLTokenizer]:
+    """The vocabulary of the 256 bytes."""
+    vocabulary = [bytes([byte]) for byte in range(256)]
+    return vocabulary, _library_tokenizer(vocabulary)
 
 
 def _our_tokenizer(tokenizer: Any) -> Tokenizer:

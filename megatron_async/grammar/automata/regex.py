@@ -42,12 +42,8 @@ _ASCII = {
     "d": union([(48, 57)]),
     "w": union([(48, 57), (65, 90), (95, 95), (97, 122)]),
 }
-_WHITE = {
-    "s": union(
-        [(9, 13), (32, 32), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A)]
-        + [(0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000)]
-    )
-}
+_BLANKS = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+_WHITE = {"s": union((ord(part[0]), ord(part[-1])) for part in re.findall(".-.|.", _BLANKS, re.S))}
 """Unicode's White_Space, to which nothing is added any more."""
 _OPERATIONS = ("&&", "--", "~~")
 

@@ -103,7 +103,7 @@ def walk(name: str, table: TokenAutomaton, rng: random.Random, **spec: Any) -> i
         seen.add(state)
         matcher.fill_mask(row)
         expected = table.text[state] | (masks.stops if table.accepting[state] else 0)
-        np.testing.assert_array_equal(row, expected)
+        assert (row == expected).all()
         forced = tuple(token for token in table.forced[state].tolist() if token >= 0)
         assert forced == matcher.forced_tokens()[:FORCED]
         bits = np.unpackbits(table.text[state].view(np.uint8), bitorder="little")
@@ -122,7 +122,7 @@ def walk(name: str, table: TokenAutomaton, rng: random.Random, **spec: Any) -> i
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_walks_are_those_of_the_library(name: str, spec: dict[str, Any]) -> None:
     table, rng = table_of(name, **spec), random.Random(str(spec))
-    for _ in range(3):
+    for _ in range(2):
         walk(name, table, rng, **spec)
 
 
@@ -309,7 +309,7 @@ def test_a_table_with_an_error_differs(
         return transitions, accepting
 
     monkeypatch.setattr(build, "minimal", changed)
-    assert [made("tiny", **spec) for _ in range(12)] == [build.DIFFERS] * 12
+    assert [made("tiny", **spec) for _ in range(8)] == [build.DIFFERS] * 8
 
 
 @pytest.mark.parametrize("spec", PROVEN, ids=str)
