@@ -91,27 +91,29 @@ def of_schema(text: str, whitespace: Node) -> Node:
     schema = json.loads(text)
     if not isinstance(schema, dict):
         raise NotCoveredError("schema: any value")
-    return _Writer(with_bounds_of_doubles(schema), whitespace).value(schema, root=True)
+    return _Writer(whitespace).value(with_bounds_of_doubles(schema))
 
 
 class _Writer:
-    def __init__(self, root: dict[str, Any], whitespace: Node) -> None:
-        self._root, self._blank = root, whitespace
+    def __init__(self, blank: Node) -> None:
+        self._blank = blank
+        self._resource: dict[str, Any] = {}
+        """The schema within which references are."""
         self._depth = 0
-        self._references: dict[str, Node | None] = {}
-        """None for one that is being made."""
+        self._references: dict[tuple[int, str], Node | None] = {}
+        """By resource and reference; None for one that is being made."""
 
-    def value(self, schema: Any, *, root: bool = False) -> Node:
-        if root:
-            schema = self._root
+    def value(self, schema: Any) -> Node:
         if not isinstance(schema, dict):
             raise NotCoveredError("schema: any value" if schema is True else "schema: false")
-        if not root and ("$id" in schema or "$anchor" in schema):
-            raise NotCoveredError("schema: $id")
         self._depth += 1
         if self._depth > MOST_DEPTH:
             raise NotCoveredError("schema: depth")
+        outer = self._resource
+        if not outer or "$id" in schema:
+            self._resource = schema
         node = self._of_keywords({k: v for k, v in schema.items() if k not in _ANNOTATIONS})
+        self._resource = outer
         self._depth -= 1
         return node
 
@@ -144,23 +146,29 @@ class _Writer:
         return choice(self.value(part) for part in value)
 
     def _reference(self, reference: str) -> Node:
-        if reference in self._references:
-            known = self._references[reference]
+        key = id(self._resource), reference
+        if key in self._references or reference == "#":
+            known = self._references.get(key)
             if known is None:
                 raise NotCoveredError("schema: recursion")
             return known
+        self._references[key] = None
+        node = self.value(self._referred(reference))
+        self._references[key] = node
+        return node
+
+    def _referred(self, reference: str) -> Any:
         if not reference.startswith("#/") or "%" in reference:
             raise NotCoveredError("schema: $ref")
-        at: Any = self._root
+        at: Any = self._resource
         for part in reference[2:].split("/"):
             part = part.replace("~1", "/").replace("~0", "~")
             if not isinstance(at, dict) or part not in at:
                 raise NotCoveredError("schema: $ref")
+            if "$id" in at and at is not self._resource:
+                raise NotCoveredError("schema: $ref")  # it is within another resource
             at = at[part]
-        self._references[reference] = None
-        node = self.value(at)
-        self._references[reference] = node
-        return node
+        return at
 
     def _of_type(self, kind: str, schema: Mapping[str, Any]) -> Node:
         match kind:

@@ -65,7 +65,8 @@ class Trie:
         for first in range(0, len(transitions), _CHUNK):
             origins = np.arange(first, min(first + _CHUNK, len(transitions)), dtype=np.int32)
             here = bits[: len(origins)]
-            here[:, : len(text_of)] = _texts(levels, count, table, origins)[:, text_of]
+            texts = _texts(levels, count, table, origins)
+            np.take(texts, text_of, axis=1, out=here[:, : len(text_of)], mode="clip")
             for data, number in self._long:
                 ends = [walked(transitions, origin, data) >= 0 for origin in origins.tolist()]
                 here[:, np.flatnonzero(self._text_of == number)] = np.array(ends)[:, None]

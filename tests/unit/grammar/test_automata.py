@@ -16,6 +16,7 @@ from megatron_async.grammar.automata.build import automaton_of
 from megatron_async.grammar.automata.table import FORCED, TokenAutomaton, byte_size_of
 from megatron_async.grammar.matcher import Matcher
 from megatron_async.grammar.spec import StructuredOutputs
+from megatron_async.serving.chat.tool_choice import structured_outputs_for
 from tests.support.guided_tokens import SCHEMAS as FUNCTIONS
 from tests.unit.grammar.test_grammar import COMPILERS
 
@@ -149,6 +150,22 @@ def test_functions_have_tables_with_room_to_indent(function: str) -> None:
     assert walk("tiny", table_of("tiny", **spec), random.Random(2), **spec) > 10
 
 
+@pytest.mark.parametrize("choice", ["required", "convert_currency"])
+def test_calls_that_must_come_have_tables(choice: str) -> None:
+    """Each function's schema is a resource of its own, and they refer to parts of theirs."""
+    functions = {name: FUNCTIONS[name] for name in ("update_ticket_status", "convert_currency")}
+    unit = {"$defs": {"u": {"enum": ["m", "km"]}}} | object_of("u", u={"$ref": "#/$defs/u"})
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": schema}}
+        for name, schema in (functions | {"in_unit": unit}).items()
+    ]
+    named = {"type": "function", "function": {"name": choice}}
+    spec = structured_outputs_for(tools, choice if choice == "required" else named)
+    assert spec is not None
+    table, rng = table_of("tiny", **spec), random.Random(choice)
+    assert max(walk("tiny", table, rng, **spec) for _ in range(4)) > 30
+
+
 def test_a_table_has_its_documented_form() -> None:
     table = table_of("tiny", regex="a[bc]")
     words = -(-COMPILERS["tiny"].vocab_size // 32)
@@ -246,7 +263,8 @@ def test_the_hostile_are_refused_by_count(spec: dict[str, Any], reason: str) -> 
         ({"json": {"type": "integer", "multipleOf": 3}}, "schema: multipleOf"),
         ({"json": {"type": "string", "format": "ipv6"}}, "schema: format ipv6"),
         ({"json": {"type": "string", "enum": ["a"], "maxLength": 3}}, "schema: enum beside others"),
-        ({"json": object_of(a={"anyOf": [WORD, {"$ref": "#"}]})}, "schema: $ref"),
+        ({"json": object_of(a={"anyOf": [WORD, {"$ref": "#"}]})}, "schema: recursion"),
+        ({"json": {"$ref": "urn:x"} | {"$defs": {"x": {"$id": "urn:x"} | WORD}}}, "schema: $ref"),
         ({"json": {"$ref": "#/$defs/l", "$defs": {"l": object_of(
             next={"anyOf": [{"type": "null"}, {"$ref": "#/$defs/l"}]})}}}, "schema: recursion"),
         ({"json": WHOLE, "whitespace_pattern": "[ x]"}, "whitespace_pattern"),
