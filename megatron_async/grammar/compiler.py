@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import llguidance
 import numpy as np
@@ -192,7 +192,7 @@ class GrammarCompiler:
             ValueError: it cannot be compiled for them.
         """
         vocabulary, tokenizer = _of_bytes()
-        start = self._start(tokenizer, rules_of(spec))
+        start = _with_deep_stack(lambda: self._start(tokenizer, rules_of(spec)))
         none, text = np.zeros(8, np.int32), np.full(8, -1, np.int32)
         ids = range(256, 512)
         masks = Masks(
@@ -281,16 +281,17 @@ class CompiledGrammar:
         return Matcher(self._later.deep_copy(), first, masks, start=self._later)
 
 
+_Made = TypeVar("_Made")
 _stack_size_lock = threading.RLock()  # a signal's handler may compile too
 
 
-def _with_deep_stack(work: Callable[[], CompiledGrammar]) -> CompiledGrammar:
+def _with_deep_stack(work: Callable[[], _Made]) -> _Made:
     """What ``work`` returns or raises, in a thread with a stack of :data:`STACK_BYTES`.
 
     The library recurses into schemas and rules that refer to each other, and a stack that overflows
     ends the process. Pages of the stack that are not reached take no memory.
     """
-    result: Future[CompiledGrammar] = Future()
+    result: Future[_Made] = Future()
 
     def run() -> None:
         try:

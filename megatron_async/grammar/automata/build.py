@@ -52,8 +52,10 @@ def automaton_of(
         if 2 * states * words > MOST_PROVEN_WORDS:
             raise NotCoveredError("states to prove")
         over_bytes = compiled.compiler.over_bytes(spec)
-    except (NotCoveredError, ValueError) as error:
+    except NotCoveredError as error:
         return str(error)
+    except (ValueError, RecursionError):
+        return "unreadable"
     text = compiled.compiler.trie.allowed(transitions, masks.text)
     forced = _forced(transitions, accepting, masks)
     table = TokenAutomaton(transitions, accepting, text, forced)

@@ -13,7 +13,7 @@ from megatron_async.grammar.automata.expressions import NotCoveredError
 from megatron_async.grammar.automata.trie import byte_classes
 
 MOST_STATES = 4096
-"""Of a table."""
+"""A table has no more."""
 MOST_RAW_STATES = 2 * MOST_STATES
 """Before equal ones are joined."""
 MOST_WORK = 1_000_000

@@ -10,7 +10,7 @@ MOST_CHARACTER = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
 
 Ranges = tuple[tuple[int, int], ...]
-"""Of characters: first and last, in order, none next to another, without surrogates."""
+"""Characters, by first and last, in order, none next to another, without surrogates."""
 
 
 class NotCoveredError(Exception):

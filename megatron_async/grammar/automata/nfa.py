@@ -22,7 +22,7 @@ from megatron_async.grammar.automata.expressions import (
 MOST_NFA_STATES = 4 * dfa.MOST_STATES
 """Counted while they are made, so that nested repetitions end here at once."""
 MOST_PARTS = 4 * MOST_NFA_STATES
-"""Of a tree, each as often as it is reached: some add no state."""
+"""A tree has no more, each counted as often as it is reached: some add no state."""
 _LENGTH_ENDS = (0x7F, 0x7FF, 0xFFFF, 0x10FFFF)
 _SHORT_ESCAPES = {8: b"b", 9: b"t", 10: b"n", 12: b"f", 13: b"r", 34: b'"', 92: b"\\"}
 
@@ -215,7 +215,7 @@ def utf8_ranges(ranges: Ranges) -> Iterator[tuple[tuple[int, int], ...]]:
 
 
 def _same_length(first: int, last: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Of characters whose UTF-8 has as many bytes: split so that lower bytes are all free."""
+    """The same for characters whose UTF-8 is as long, split so that lower bytes are all free."""
     low, high = chr(first).encode(), chr(last).encode()
     for count in range(1, len(low)):
         mask = (1 << 6 * count) - 1

@@ -30,7 +30,7 @@ from megatron_async.grammar.automata.expressions import (
 MOST_DEPTH = 32
 """Groups and classes inside each other."""
 MOST_REPETITIONS = 3
-"""Of one thing, one of the other."""
+"""How often a repetition is repeated again."""
 _COUNTS = re.compile(r"\{(\d{1,5})(,?)(\d{0,5})\}")
 _GROUP = re.compile(r"\((\?:|\?s:|\?P?<([A-Za-z_][A-Za-z0-9_]*)>)?")
 _CODE = re.compile(
@@ -80,7 +80,7 @@ class _Parser:
         self._dot = ANY_BUT_NEWLINE
 
     def alternatives(self) -> list[tuple[Node, bool, bool]]:
-        """Those of the whole text, each with whether it begins by ``^`` and ends by ``$``."""
+        """What the whole text may be, each with whether it begins by ``^`` and ends by ``$``."""
         found = []
         while True:
             begins = self._take("^")
@@ -89,7 +89,7 @@ class _Parser:
             if not self._take("|"):
                 break
         if self._at < len(self._text):
-            raise NotCoveredError(f"regex: {self._text[self._at]}")
+            raise NotCoveredError("regex: $")
         return found
 
     def _take(self, text: str) -> bool:

@@ -36,11 +36,13 @@ from megatron_async.grammar.spec import StructuredOutputs
 
 MOST_DEPTH = 32
 """Schemas inside each other."""
-_ANNOTATIONS = {
-    "$anchor", "$defs", "definitions", "$schema", "$id", "id", "$comment", "title", "description",
-    "default", "readOnly", "writeOnly", "examples", "contentMediaType", "contentEncoding",
-    "deprecated", "x-places",
+_KEYWORDS = {
+    "anyOf", "oneOf", "allOf", "$ref", "const", "enum", "type", "items", "additionalItems",
+    "prefixItems", "minItems", "maxItems", "properties", "additionalProperties", "required",
+    "patternProperties", "minProperties", "maxProperties", "minLength", "maxLength", "pattern",
+    "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
 }  # fmt: skip
+"""What the library knows. It refuses all others that the standard has, and ignores the rest."""
 _OF_TYPE = {
     "null": set(), "boolean": set(),
     "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
@@ -112,7 +114,7 @@ class _Writer:
         outer = self._resource
         if not outer or "$id" in schema:
             self._resource = schema
-        node = self._of_keywords({k: v for k, v in schema.items() if k not in _ANNOTATIONS})
+        node = self._of_keywords({k: v for k, v in schema.items() if k in _KEYWORDS})
         self._resource = outer
         self._depth -= 1
         return node

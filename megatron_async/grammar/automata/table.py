@@ -43,5 +43,5 @@ class TokenAutomaton:
 
 
 def byte_size_of(states: int, words: int) -> int:
-    """What the tables of so many states take, for masks of so many words."""
+    """What the tables of ``states`` take, with masks of ``words``."""
     return states * (2 * 256 + 1 + 4 * words + 4 * FORCED)

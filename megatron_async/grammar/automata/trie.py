@@ -33,7 +33,7 @@ class _Level(NamedTuple):
 
 
 class Trie:
-    """Of what tokens add to a text.
+    """What tokens add to a text, byte by byte.
 
     Args:
         token_bytes: by id.
