@@ -27,11 +27,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from megatron_async.engine.metrics import EngineCounters
+from megatron_async.engine.metrics import EngineCounters, GuidedRow
 from megatron_async.request.request import DynamicInferenceRequest, Status
 from tests.support.drafting_model import DraftingHashModel
 from tests.support.drawn_asks import LOG_PROBS, LONGEST_PROMPT, MOST_NEW, asks_at, changes
 from tests.support.engines import hash_engine, sampling_params
+from tests.support.guided_automata import ROOM, pool_of
 from tests.support.guided_rows import guide
 from tests.support.hash_draft_model import HashDraftModel
 from tests.support.hash_model import HashModel
@@ -105,6 +106,7 @@ class Part:
                 "adaptive_speculation": st.booleans() if self.drafts else st.just(False),
                 "state_snapshot_count": st.sampled_from((None, None, 1, 3)),
                 "pipeline_micro_batches": st.sampled_from(self.micro_batches),
+                "guided_automata_bytes": st.sampled_from(AUTOMATA),
             }
         ).map(self._with_block_count)
 
@@ -113,6 +115,8 @@ class Part:
         return {**values, "block_count": int(smallest * (1 + values["spare"]))}
 
 
+AUTOMATA = (0, ROOM, ROOM, pool_of(30))
+"""Bytes of pools: of none, of one with room for all grammars, and for some of them."""
 GRAMMARS_ALONE = 0
 DRAFT_LIMITS = (None, None, 9, 20, LONGEST_PROMPT + MOST_NEW)
 """The smallest ends most requests' drafts at their beginning, the largest those of none."""
@@ -386,6 +390,7 @@ class EngineMachine(RuleBasedStateMachine):
                 "steps_with_extras",
             ):
                 self.totals[name] += getattr(counters, name)
+            self.totals["by_automata"] += counters.guided_rows[GuidedRow.AUTOMATON.value]
             steps = counters.steps_by_window
             self.totals["narrow_steps"] += sum(n for w, n in steps.items() if w < self.window)
         kept = [len(f.result(timeout=0).generated_tokens) for f in self.futures.values()]
@@ -457,7 +462,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 RARE = (
     "stalls", "pauses", "tokens_replayed", "aborted", "reset", "updates_that_show", "log_probs",
-    "prompt_log_probs", "guided", "processed", "stop_words", "restarts",
+    "prompt_log_probs", "guided", "processed", "stop_words", "restarts", "by_automata",
     "sleeps",
 )  # fmt: skip
 MOST_ROUNDS = 6

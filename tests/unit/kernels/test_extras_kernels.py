@@ -19,9 +19,11 @@ pytest.importorskip("triton", reason="the kernels need triton")
 
 from megatron_async.kernels.pdl import uses_pdl
 from megatron_async.kernels.sampling import process_logits as kernels
+from megatron_async.kernels.sampling.automata import Guides, force_drafts_gpu
 from megatron_async.kernels.sampling.step_kernels import StepKernels
 from megatron_async.runner.extras_tables import ExtrasTables
 from megatron_async.runner.memory.slot_state import SlotState
+from megatron_async.sampling.automata import FORCED, advance_states, force_drafts, masks_at
 from megatron_async.sampling.log_probs import pack, processed_log_probs, token_log_probs
 from megatron_async.sampling.process_logits import advance, process_logits
 from megatron_async.sampling.sample import SampleInputs, sample_tokens_reference
@@ -35,7 +37,8 @@ from megatron_async.step.extras import (
 )
 from megatron_async.step.records import FAILED, RECORD_HEAD
 from megatron_async.step.slot_fields import SLOT_FIELDS
-from tests.support.interpreter import compiled, interpreted
+from tests.support.interpreter import compiled, interpreted, on_devices
+from tests.support.random_automata import give_automata
 from tests.unit.sampling.test_process_logits import Asking, snapshot, with_failures
 
 MODES = (NO_LOG_PROBS, RAW_LOG_PROBS, PROCESSED_LOG_PROBS)
@@ -97,7 +100,15 @@ class Case:
 class Rig:
     """Step kernels with rings of their own; more rows than the case has, so that none is full."""
 
-    def __init__(self, case: Case, device: torch.device, pdl: bool, *, extended: bool) -> None:
+    def __init__(
+        self,
+        case: Case,
+        device: torch.device,
+        pdl: bool,
+        *,
+        extended: bool,
+        automata: int | None = None,
+    ) -> None:
         self.case, self.device = case, device
         on_gpu, most = device.type == "cuda", case.rows + 2
         width = (RECORD + LOG_PROB_WORDS) * most + 5
@@ -118,6 +129,8 @@ class Rig:
         records[: case.rows] = case.records.to(device)
         self.state = case.state_on(device)
         self.tables = case.asking.tables(device)
+        if automata is not None:
+            give_automata(self.tables, automata)
         self.kernels = StepKernels(
             records,
             self.state,
@@ -157,16 +170,21 @@ def log_prob_words(
     return torch.where(mode == NO_LOG_PROBS, 0, words)
 
 
-def assert_steps_equal(case: Case, device: torch.device, pdl: bool = False) -> Counter[str]:
-    """Each step's record is what the plain S gives for processed logits; and what was seen."""
+def assert_steps_equal(
+    case: Case, device: torch.device, pdl: bool = False, automata: int | None = None
+) -> Counter[str]:
+    """Each step's record is what the plain S gives for processed logits; and what was seen.
+    ``automata`` is the seed of those that guide some slots."""
     seen: Counter[str] = Counter()
-    rig = Rig(case, device, pdl, extended=True)
+    rig = Rig(case, device, pdl, extended=True, automata=automata)
     plain = Rig(case, device, pdl, extended=False)
     tables, state, slots = (
         case.asking.tables(),
         case.state_on(torch.device("cpu")),
         case.asking.slots,
     )
+    if automata is not None:
+        give_automata(tables, automata)
     rows = case.rows
     for number, logits in enumerate(case.logits):
         for field in SLOT_FIELDS:
@@ -174,9 +192,14 @@ def assert_steps_equal(case: Case, device: torch.device, pdl: bool = False) -> C
         names = ("inverse_temperature", "top_k", "top_p", "seed", "kv_length")
         parameters = [getattr(state, name)[slots] for name in names]
         positions = parameters[-1]
-        processed = process_logits(
-            logits, tables, slots, positions, parameters[0], case.masks[number], case.masked[number]
-        )
+        masks, masked = case.masks[number], case.masked[number]
+        if tables.automata is not None:
+            states, stops = tables.automaton[slots].long(), tables.stops[slots]
+            of_states = masks_at(tables.automata, states.clamp(min=0), stops)
+            masks = torch.where((states >= 0)[:, None], of_states, masks)
+            masked = masked | (states >= 0)
+            seen["guided by automata"] += int((states > 0).sum())
+        processed = process_logits(logits, tables, slots, positions, parameters[0], masks, masked)
         tokens = sample_tokens_reference(processed, SampleInputs(*parameters))
         live = (case.records[:, packet.ROW_SAMPLES] != 0) & ~state.finished[slots]
         wanted = plain.step(number, plain.kernels.sample, processed)
@@ -189,6 +212,12 @@ def assert_steps_equal(case: Case, device: torch.device, pdl: bool = False) -> C
         assert not len(differing), (number, differing.tolist()[:8])
         assert (got[end:] == -7).all()
         advance(tables, slots, tokens[:, None], (live & (tokens >= 0)).long(), positions)
+        if tables.automata is not None:
+            target = torch.where(live, slots, case.rows)
+            none = torch.zeros_like(target)
+            advance_states(
+                tables.automata, tables.automaton, target, tokens[:, None], none, tables.stops
+            )
         expected = snapshot(tables)
         for name, table in snapshot(rig.tables).items():
             assert torch.equal(table, expected[name]), (number, name)
@@ -221,6 +250,30 @@ def test_steps_equal_the_torch_code(
         assert all(seen.values()), seen
 
 
+@on_devices
+@torch.inference_mode()
+def test_steps_that_automata_guide_equal_the_torch_code(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "BLOCK", SMALL_BLOCK)
+    monkeypatch.setattr(kernels, "ROW_BLOCK", 512)
+    case = Case(6, 70, 3, torch.float32)
+    seen = assert_steps_equal(case, torch.device(device), automata=3)
+    assert seen["guided by automata"] > 5
+
+
+@on_devices
+def test_forced_drafts_equal_the_torch_code(device: str) -> None:
+    tables = give_automata(Case(20, 150, 3, torch.float32).asking.tables(torch.device(device)), 3)
+    assert tables.addresses is not None and tables.automata is not None
+    for count in (1, 3, FORCED, 11):
+        drafts = torch.arange(21 * count, device=device).view(21, count) + 1000
+        wanted = drafts.clone()
+        force_drafts(tables.automata, tables.automaton, wanted)
+        force_drafts_gpu(Guides(tables.automaton, tables.stops, tables.addresses), drafts)
+        assert torch.equal(drafts, wanted) and (drafts < 1000).any() and (drafts >= 1000).any()
+
+
 @pytest.mark.parametrize("pdl", (False, True))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
 @pytest.mark.parametrize(("rows", "vocab_size"), LARGE)
@@ -233,6 +286,7 @@ def test_compiled_steps_equal_the_torch_code(
         pytest.skip("programmatic dependent launch needs Hopper")
     for seed in range(2):
         assert_steps_equal(Case(rows, vocab_size, seed, dtype), device, pdl)
+    assert_steps_equal(Case(rows, vocab_size, 2, dtype), device, pdl, automata=rows)
 
 
 @pytest.mark.parametrize("device", [pytest.param(torch.device("cuda"), marks=compiled)])

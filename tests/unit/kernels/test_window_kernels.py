@@ -6,6 +6,7 @@ engine too.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from dataclasses import replace
@@ -18,11 +19,13 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
+from megatron_async.engine.metrics import GuidedRow
 from megatron_async.kernels.pdl import uses_pdl
 from megatron_async.kernels.sampling import process_logits as logits_kernels
 from megatron_async.kernels.sampling import window_state
 from megatron_async.kernels.sampling.step_kernels import StepKernels
 from megatron_async.runner.drafter import SampledRows
+from megatron_async.runner.extras_tables import ExtrasTables
 from megatron_async.runner.masks import MaskRing
 from megatron_async.runner.memory.forward_batch import ForwardBatch
 from megatron_async.runner.sampling_stage import SamplingExtras
@@ -43,9 +46,11 @@ from megatron_async.step.slot_fields import SLOT_FIELDS
 from tests.support.batches import new_batch
 from tests.support.drafting_model import DraftingHashModel
 from tests.support.engines import hash_engine, random_ask, sampling_params
+from tests.support.guided_automata import ROOM
 from tests.support.hash_tokenizer import hash_tokenizer
 from tests.support.interpreter import compiled, interpreted, on_devices
 from tests.support.oracle import decode_alone
+from tests.support.random_automata import give_automata
 from tests.support.step_programs import ReferenceProgram, kernel_ring
 from tests.unit.kernels.test_step_state import InterpretedDevice
 from tests.unit.sampling.test_process_logits import Asking, random_masks, snapshot
@@ -74,7 +79,9 @@ class Case:
         steps: int = 3,
         most: int | None = None,
         synthetic_acceptance: float | None = None,
+        automata: bool = False,
     ) -> None:
+        self.automata, self.seed = automata, seed
         self.most = most or window
         self.synthetic_acceptance = synthetic_acceptance
         self.rows, self.window, self.vocab_size, self.extended = rows, window, vocab_size, extended
@@ -185,6 +192,10 @@ class Case:
             context.slots.tensor(field).copy_(self.context.slots.tensor(field))
         return context
 
+    def tables(self, device: torch.device) -> ExtrasTables:
+        tables = self.asking.tables(device)
+        return give_automata(tables, self.seed) if self.automata else tables
+
     def fill_masks(self, ring: MaskRing, number: int, step: int) -> None:
         claimed = ring.claim(number, self.rows * self.window)
         for words, given in zip(claimed, self.masks[step], strict=True):
@@ -226,7 +237,7 @@ def reference_steps(case: Case) -> list[dict[str, Tensor]]:
     if case.extended:
         positions = (case.rows + 1) * case.most
         masks = MaskRing(ENTRIES, positions, case.vocab_size, torch.device("cpu"))
-        extras = SamplingExtras(case.asking.tables(), masks)
+        extras = SamplingExtras(case.tables(torch.device("cpu")), masks)
     reference = ReferenceProgram(
         context, case.layout, case.records, case.packets, case.logits, extras, guesses,
         case.synthetic_acceptance,
@@ -261,7 +272,7 @@ def kernel_steps(case: Case, device: str, pdl: bool) -> list[dict[str, Tensor]]:
     records[:rows] = case.records.to(device)
     tables, masks = None, MaskRing(ENTRIES, most * case.most, case.vocab_size, on)
     if case.extended:
-        tables = case.asking.tables(on)
+        tables = case.tables(on)
     kernels = StepKernels(
         records, context.slots, BLOCK_SIZE, packets, results, tables, masks, window=case.most,
         synthetic_acceptance=case.synthetic_acceptance,
@@ -347,6 +358,29 @@ def test_extended_steps_with_drafts_equal_the_torch_code(
 
 @on_devices
 @torch.inference_mode()
+@pytest.mark.parametrize(("rows", "window", "vocab_size", "seed", "most"), [(6, 3, 40, 16, 4)])
+def test_windows_that_automata_guide_equal_the_torch_code(
+    rows: int,
+    window: int,
+    vocab_size: int,
+    seed: int,
+    most: int,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logits_kernels, "BLOCK", 64)
+    monkeypatch.setattr(logits_kernels, "ROW_BLOCK", 64)
+    case = Case(rows, window, vocab_size, seed, extended=True, steps=1, most=most, automata=True)
+    steps = assert_steps_equal(case, device)
+    states = [case.tables(torch.device("cpu")).automaton, *(step["automaton"] for step in steps)]
+    moved = sum(int((b != a).sum()) for a, b in itertools.pairwise(states))
+    accepted = sum(int(((step["sampled last"] > 0) & (states[0][step["sampled slots"]] > 0)).sum())
+                   for step in steps)  # fmt: skip
+    assert moved > rows // 2 and accepted > 0
+
+
+@on_devices
+@torch.inference_mode()
 @pytest.mark.parametrize(
     ("rate", "extended"), [(0.0, False), (0.8, False), (1.0, False), (0.8, True)]
 )
@@ -418,8 +452,10 @@ def slots_of(step: dict[str, Tensor], window: int) -> Tensor:
 
 
 @interpreted
-def test_engine_with_drafts_on_interpreted_kernels_equals_the_oracle() -> None:
-    """Drafts are the fake model's; one request has extras, and a grammar guides one."""
+@pytest.mark.parametrize("automata", (0, ROOM))
+def test_engine_with_drafts_on_interpreted_kernels_equals_the_oracle(automata: int) -> None:
+    """Drafts are the fake model's; one request has extras, and a grammar guides one, on the host or
+    on the device."""
     rng = random.Random(1)
     asks = [random_ask(rng, max_prompt=9, max_new=5) for _ in range(3)]
     asks[0] = replace(asks[0], frequency_penalty=0.7, bad_words=WORDS, max_new=5, stop_ids=())
@@ -433,10 +469,12 @@ def test_engine_with_drafts_on_interpreted_kernels_equals_the_oracle() -> None:
         block_size_tokens=3,
         block_count=60,
         prefill_chunk_tokens=16,
+        guided_automata_bytes=automata,
     ) as engine:
         requests = engine.generate(
             [list(a.prompt) for a in asks], [sampling_params(a) for a in asks]
         )
+        assert (engine.counters.guided_rows[GuidedRow.AUTOMATON] > 0) == (automata > 0)
     for ask, request in zip(asks, requests, strict=True):
         assert (request.generated_tokens, request.finish_reason) == decode_alone(ask)
     assert requests[0].counters.accepted > 0

@@ -384,7 +384,7 @@ def snapshot(tables: ExtrasTables) -> dict[str, Tensor]:
     return {
         name: value.cpu().clone()
         for name, value in vars(tables).items()
-        if isinstance(value, Tensor) and not name.startswith("_")
+        if isinstance(value, Tensor) and not name.startswith("_") and name != "addresses"
     }
 
 
