@@ -1,12 +1,14 @@
-"""Compare the two ways of guided rows: in each step, and sitting launches out.
+"""Compare the ways of guided rows: in each step, sitting launches out, and by token automata.
 
     python -m scripts.bench_guided [--model tiny] [--depths 1,2] [--guided 0,1,8,32] [--rounds 5]
     python -m scripts.bench_guided --model random:llama8b --rounds 2    # on a GPU: about a minute
+    python -m scripts.bench_guided --model random:llama8b --tokenizer DIRECTORY --automata
 
 Of 32 rows some have ten function schemas in turn, in arrays that never end, and no drafts; the
-others are sampled at temperature 1 too. A line has medians of the rounds, which alternate between
-ways and depths: ms of a step, tokens/s of guided rows and of the others, and the shares of steps
-that overlapped and of launches that a guided row was left out of.
+others are sampled at temperature 1 too. With ``--automata`` they have ten regular expressions that
+never end, whose tables fit, and the third way is compared too. A line has medians of the rounds,
+which alternate between ways and depths: ms of a step, tokens/s of guided rows and of the others,
+and the shares of steps that overlapped and of launches that a guided row was left out of.
 """
 
 from __future__ import annotations
@@ -21,11 +23,21 @@ from typing import Any, NamedTuple
 from megatron_async.config.engine_config import GUIDED_ROWS, EngineConfig
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.metrics import GuidedRow
+from megatron_async.kernels import trial
 from megatron_async.sampling_params import SamplingParams
 from tests.support.guided_tokens import SCHEMAS
 
 ROWS, WARMUP, BLOCK = 32, 20, 16
 MANY = 500
+AUTOMATA = "automata"
+"""A way beside those of ``guided_rows``."""
+AUTOMATA_BYTES = 256 << 20
+NAMES = ("city", "date", "user", "query", "path", "unit", "topic", "state", "title", "color")
+EXPRESSIONS = tuple(
+    rf'(\{{"{name}": "[A-Za-z ]{{1,{12 + 3 * number}}}", "n": -?[0-9]{{1,6}}\}}\n)*'
+    for number, name in enumerate(NAMES)
+)
+"""Texts of lines, each an object. They may always go on."""
 
 
 class Figures(NamedTuple):
@@ -43,7 +55,8 @@ def config_of(args: argparse.Namespace, way: str, depth: int) -> EngineConfig:
     length = args.prompt + args.steps + WARMUP + 80
     return EngineConfig(
         depth=depth,
-        guided_rows=way,
+        guided_rows=GUIDED_ROWS[0] if way == AUTOMATA else way,
+        guided_automata_bytes=AUTOMATA_BYTES if way == AUTOMATA else 0,
         tokenizer_model=args.tokenizer,
         max_requests=ROWS,
         max_sequence_length=length,
@@ -55,10 +68,13 @@ def config_of(args: argparse.Namespace, way: str, depth: int) -> EngineConfig:
     )
 
 
-def asked(number: int, guided: int, length: int) -> SamplingParams:
-    """A row's parameters; ``guided`` rows, spread evenly over all, have a schema."""
-    outputs = None
-    if (number * guided) % ROWS < guided:
+def asked(number: int, guided: int, length: int, *, automata: bool) -> SamplingParams:
+    """A row's parameters; ``guided`` rows, spread evenly over all, have a schema, or an
+    expression."""
+    outputs: dict[str, Any] | None = None
+    if (number * guided) % ROWS < guided and automata:
+        outputs = {"regex": EXPRESSIONS[number % len(EXPRESSIONS)]}
+    elif (number * guided) % ROWS < guided:
         items = list(SCHEMAS.values())[number % len(SCHEMAS)]
         endless = {"type": "array", "items": items, "minItems": MANY}
         outputs = {"json": endless, "disable_any_whitespace": True}
@@ -73,7 +89,8 @@ def measured(engine: DynamicInferenceEngine, guided: int, args: argparse.Namespa
     length = args.steps + WARMUP + 60
     for number in range(ROWS):
         prompt: Any = [(17 * number + place) % 200 + 3 for place in range(args.prompt)]
-        engine.add_request(number, prompt, asked(number, guided, length))
+        params = asked(number, guided, length, automata=args.automata)
+        engine.add_request(number, prompt, params)
     counters = engine.counters
     while engine.scheduler.waiting_count or counters.tokens_committed < ROWS:
         engine.step_modern()
@@ -92,7 +109,10 @@ def measured(engine: DynamicInferenceEngine, guided: int, args: argparse.Namespa
     def rows(way: GuidedRow) -> int:
         return int(after["guided_rows"].get(way.value, 0) - before["guided_rows"].get(way.value, 0))
 
-    steps, tokens = more("steps_committed"), rows(GuidedRow.TOKEN)
+    automata = rows(GuidedRow.AUTOMATON)
+    steps, tokens = more("steps_committed"), rows(GuidedRow.TOKEN) + automata
+    if engine.config.guided_automata_bytes and automata < tokens:
+        print("some rows had no automaton:", after["host_masks"])
     figures = Figures(
         seconds / steps * 1e3,
         tokens / seconds,
@@ -114,12 +134,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150, help="of a round")
     parser.add_argument("--graphs", type=int, default=2, help="numbers of rows with graphs")
     parser.add_argument("--prompt", type=int, default=16, help="tokens")
+    said = "compare token automata too, of expressions; their kernels are turned on"
+    parser.add_argument("--automata", action="store_true", help=said)
     args = parser.parse_args()
     depths, counts = ([int(n) for n in each.split(",")] for each in (args.depths, args.guided))
+    ways = (*GUIDED_ROWS, AUTOMATA) if args.automata else GUIDED_ROWS
+    trial.AUTOMATA |= args.automata
     found: dict[tuple[int, str, int], list[Figures]] = {}
     with ExitStack() as stack:
         engines: dict[tuple[str, int], DynamicInferenceEngine] = {}
-        for way, depth in product(GUIDED_ROWS, depths):
+        for way, depth in product(ways, depths):
             config = config_of(args, way, depth)
             if not engines:
                 made = DynamicInferenceEngine.from_pretrained(args.model, config)
@@ -133,7 +157,7 @@ def main() -> None:
                 found.setdefault((count, way, depth), []).append(figures)
     print("| guided rows | depth | way | ms/step | guided tokens/s | other tokens/s | overlapped "
           "| left out |\n|---|---|---|---|---|---|---|---|")  # fmt: skip
-    for count, depth, way in product(counts, depths, GUIDED_ROWS):
+    for count, depth, way in product(counts, depths, ways):
         ms, guided, others, overlapped, left_out = (
             statistics.median(each) for each in zip(*found[count, way, depth], strict=True)
         )

@@ -1,10 +1,11 @@
 """Tokens/s of structured outputs without drafts and with them.
 
     python -m scripts.bench_guided_drafts [--model tiny] [--drafts 4] [--rounds 3] [--depth 1]
+    python -m scripts.bench_guided_drafts --automata --depth 2
 
 Arguments of ten functions, half of them greedily and half at temperature 1, one after the other and
 all at once; prompts are in the time. Rounds alternate between ways to draft; figures are medians.
-All ways must give the same tokens.
+All ways must give the same tokens. With ``--automata`` each way comes with token automata too.
 """
 
 from __future__ import annotations
@@ -16,15 +17,19 @@ from contextlib import ExitStack
 
 from megatron_async.config.engine_config import EngineConfig
 from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.kernels import trial
 from megatron_async.sampling_params import SamplingParams
 from tests.support.guided_tokens import SCHEMAS
 
 WAYS = ("none", "grammar", "ngram")
+AUTOMATA = " and automata"
+AUTOMATA_BYTES = 256 << 20
 MOST, LENGTH = 20, 200
 
 
 def config_of(args: argparse.Namespace, way: str) -> EngineConfig:
-    drafts = {} if way == "none" else {"speculative_method": way}
+    method = way.removesuffix(AUTOMATA)
+    drafts = {} if method == "none" else {"speculative_method": method}
     return EngineConfig(
         depth=args.depth,
         num_speculative_tokens=args.drafts if drafts else 0,
@@ -33,6 +38,7 @@ def config_of(args: argparse.Namespace, way: str) -> EngineConfig:
         block_count=MOST * 40,
         block_size_tokens=16,
         batch_invariant=True,
+        guided_automata_bytes=AUTOMATA_BYTES if way.endswith(AUTOMATA) else 0,
         **drafts,  # type: ignore[arg-type]
     )
 
@@ -69,12 +75,16 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--depth", type=int, default=1)
+    said = "compare token automata too; their kernels are turned on"
+    parser.add_argument("--automata", action="store_true", help=said)
     args = parser.parse_args()
+    ways = (*WAYS, *(way + AUTOMATA for way in WAYS)) if args.automata else WAYS
+    trial.AUTOMATA |= args.automata
     rates: dict[tuple[bool, str], list[float]] = {}
     with ExitStack() as stack:
         first = DynamicInferenceEngine.from_pretrained(args.model, config_of(args, WAYS[0]))
         engines = {WAYS[0]: stack.enter_context(first)}
-        for way in WAYS[1:]:
+        for way in ways[1:]:
             engines[way] = stack.enter_context(first.with_config(config_of(args, way)))
         expected: list[list[int]] = []
         for number in range(args.rounds + 1):
@@ -85,6 +95,9 @@ def main() -> None:
                     assert tokens == expected, f"{way}: other tokens"
                     if number:  # behind a warm-up
                         rates.setdefault((at_once, way), []).append(rate)
+    for way, engine in engines.items():
+        if way.endswith(AUTOMATA) and engine.counters.host_masks:
+            print(f"{way}: rows without an automaton: {dict(engine.counters.host_masks)}")
     print("| requests | drafts by | tokens/s | times |\n|---|---|---|---|")
     for (at_once, way), each in rates.items():
         rate, plain = statistics.median(each), statistics.median(rates[at_once, WAYS[0]])

@@ -22,9 +22,9 @@ class AutomatonSpace:
     """States of a pool, given to grammars by number.
 
     A grammar keeps its states while somebody holds it, and behind that until another one needs the
-    room: the one that was given back first goes first. Whoever holds it says so from the admission
-    to a slot until the last ticket that names the slot has retired, so no launch in flight or to
-    come reads what is given to another.
+    room: the one that was given back first goes first. A request holds its grammar from the
+    admission to a slot until the last ticket that names the slot has retired, so no launch in
+    flight or to come reads what is given to another.
 
     Args:
         capacity: states, that nobody's included.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_async.sampling.automata import NO_AUTOMATON, TABLES, Automata
 from megatron_async.sampling.process_logits import IN_PROMPT, RECENT, WORD_BITS, mask_words
 from megatron_async.step.extras import (
     FEATURE_ALLOWED,
@@ -21,10 +21,14 @@ from megatron_async.step.extras import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIASES,
+    NO_AUTOMATON,
     Extras,
     SlotExtras,
     features_of,
 )
+
+if TYPE_CHECKING:
+    from megatron_async.sampling.automata import Automata
 
 STAGED_TOKENS = 4096
 """Tokens for which each slot has pinned memory; longer histories get some when they come."""
@@ -35,6 +39,9 @@ _NUMBERS = 4
 _RECENT = 8
 _STATE = _RECENT + RECENT
 _HEAD = _STATE + 1
+
+POOL_TABLES = 6
+"""Tensors of ``sampling.automata.Automata``."""
 
 Ints = npt.NDArray[np.int32]
 
@@ -97,7 +104,7 @@ class ExtrasTables:
         self.automaton = table()
         self.addresses: Tensor | None = None
         if has_automata:
-            self.addresses = torch.zeros(TABLES, dtype=torch.int64, device=device)
+            self.addresses = torch.zeros(POOL_TABLES, dtype=torch.int64, device=device)
         self.automata: Automata | None = None
         sections = 2 * MAX_LOGIT_BIASES + self.bad_words[0].numel() + 2 * self._mask_words
         words = _HEAD + sections + min(max_sequence_length, STAGED_TOKENS)

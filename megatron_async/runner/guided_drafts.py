@@ -152,7 +152,7 @@ class GuidedDrafts:
         number = self._numbers.get(ticket)
         if number is None:
             return None
-        # Of tickets before nobody asks: their rows are guided by automata, or by nothing.
+        # Nobody asks for those of tickets before: their rows are guided by automata, or by nothing.
         for each in [each for each in self._numbers if self._last < each < ticket]:
             self._ring.skip(self._numbers.pop(each))
         try:

@@ -21,7 +21,6 @@ from megatron_async.runner.extras_tables import ExtrasTables
 from megatron_async.runner.masks import MaskRing
 from megatron_async.runner.memory.forward_batch import ForwardBatch
 from megatron_async.runner.sampler import sample_tokens
-from megatron_async.sampling.automata import advance_states, masks_at, place_states
 from megatron_async.sampling.log_probs import pack, processed_log_probs, token_log_probs
 from megatron_async.sampling.process_logits import advance, process_logits
 from megatron_async.sampling.sample import SampleInputs
@@ -244,6 +243,8 @@ class SamplingStage:
         rows = (tables.automaton[slots] >= 0).nonzero()[:, 0]
         if tables.automata is None or not len(rows):
             return masks, masked
+        from megatron_async.sampling.automata import masks_at, place_states
+
         slots = slots[rows]
         states, stops = tables.automaton[slots].long(), tables.stops[slots]
         drafts = self._state.drafts[slots, : window - 1]
@@ -261,6 +262,8 @@ class SamplingStage:
         tables: ExtrasTables, target: torch.Tensor, tokens: torch.Tensor, last: torch.Tensor
     ) -> None:
         if tables.automata is not None:
+            from megatron_async.sampling.automata import advance_states
+
             advance_states(tables.automata, tables.automaton, target, tokens, last, tables.stops)
 
     def _log_probs(

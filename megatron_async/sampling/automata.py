@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-NO_AUTOMATON = -1
 DEAD = 0
 FORCED = 8
 """Tokens that a state may know to follow."""
@@ -37,9 +36,6 @@ class Automata(NamedTuple):
     forced: Tensor
     starts: Tensor
     data: Tensor
-
-
-TABLES = len(Automata._fields)
 
 
 def states_behind(automata: Automata, states: Tensor, tokens: Tensor, stops: Tensor) -> Tensor:

@@ -69,6 +69,10 @@ class Extras(NamedTuple):
 NO_EXTRAS = Extras()
 
 
+NO_AUTOMATON = -1
+"""The state of a slot that no automaton guides."""
+
+
 class GrammarTable:
     """The token automaton of a grammar, as a plan sees it.
 

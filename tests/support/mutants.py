@@ -40,6 +40,7 @@ from megatron_async.runner.memory.recurrent_states import ChunkStates, DecodeSta
 from megatron_async.runner.model_runner import ModelRunner
 from megatron_async.runner.sampling_stage import SamplingStage
 from megatron_async.runner.step_program import StepProgram
+from megatron_async.sampling import automata
 from megatron_async.sampling.sample import SampleInputs
 from megatron_async.scheduler.admission import PromptPlanner
 from megatron_async.scheduler.events import Commit
@@ -670,27 +671,27 @@ def row_that_sat_out_has_no_mask(original: Any) -> Any:
 # --- rows that automata guide -------------------------------------------------------------------
 
 
-@pinned(stage, "advance_states", automata_guide_rows_as_the_oracle)
+@pinned(automata, "advance_states", automata_guide_rows_as_the_oracle)
 def automaton_walked_over_rejected_drafts(original: Any) -> Any:
     """The state goes on by all that was sampled in the window."""
 
     def advance_states(
-        automata: Any, table: Any, slots: Any, tokens: torch.Tensor, last: torch.Tensor, stops: Any
+        pool: Any, table: Any, slots: Any, tokens: torch.Tensor, last: torch.Tensor, stops: Any
     ) -> None:
         end = torch.full_like(last, tokens.shape[1] - 1)
-        original(automata, table, slots, tokens, end, stops)
+        original(pool, table, slots, tokens, end, stops)
 
     return advance_states
 
 
-@pinned(stage, "advance_states", automata_guide_rows_as_the_oracle)
+@pinned(automata, "advance_states", automata_guide_rows_as_the_oracle)
 def automaton_a_step_late(original: Any) -> Any:
     """The state stays before the last token that counts."""
 
     def advance_states(
-        automata: Any, table: Any, slots: Any, tokens: Any, last: torch.Tensor, stops: Any
+        pool: Any, table: Any, slots: Any, tokens: Any, last: torch.Tensor, stops: Any
     ) -> None:
-        original(automata, table, slots, tokens, last - 1, stops)
+        original(pool, table, slots, tokens, last - 1, stops)
 
     return advance_states
 
@@ -708,15 +709,15 @@ def automaton_of_the_slot_with_the_number_of_the_row(original: Any) -> Any:
     return guide
 
 
-@pinned(stage, "place_states", automata_guide_rows_as_the_oracle)
+@pinned(automata, "place_states", automata_guide_rows_as_the_oracle)
 def automaton_not_walked_along_the_drafts(original: Any) -> Any:
     """All places of a window have the mask of the first."""
-    return lambda automata, states, drafts, stops: states[:, None].repeat(1, 1 + drafts.shape[1])
+    return lambda pool, states, drafts, stops: states[:, None].repeat(1, 1 + drafts.shape[1])
 
 
-@pinned(stage, "masks_at", automata_guide_rows_as_the_oracle)
+@pinned(automata, "masks_at", automata_guide_rows_as_the_oracle)
 def automaton_allows_ends_everywhere(original: Any) -> Any:
-    return lambda automata, states, stops: original(automata, states, stops) | stops
+    return lambda pool, states, stops: original(pool, states, stops) | stops
 
 
 @pinned(AutomatonPool, "state_of", automata_keep_their_states_until_they_retire)
@@ -740,7 +741,7 @@ def automaton_given_back_before_the_last_ticket(original: Any) -> Any:
 @pinned(guided_drafts, "force_drafts", forced_stretches_are_drafted_by_automata)
 def forced_by_the_state_of_the_slot_before(original: Any) -> Any:
     """No wrong token: drafts that nobody accepts."""
-    return lambda automata, table, drafts: original(automata, table.roll(1), drafts)
+    return lambda pool, table, drafts: original(pool, table.roll(1), drafts)
 
 
 @pinned(Guidance, "grammar_of", no_launch_waits_for_a_token, least_depth=2)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from megatron_async.runner.extras_tables import ExtrasTables
-from megatron_async.sampling.automata import BYTES, FORCED, NO_AUTOMATON, Automata
+from megatron_async.sampling.automata import BYTES, FORCED, Automata
 from megatron_async.sampling.process_logits import mask_words
-from megatron_async.step.extras import FEATURE_GUIDED
+from megatron_async.step.extras import FEATURE_GUIDED, NO_AUTOMATON
 
 
 def random_automata(states: int, vocab_size: int, seed: int) -> Automata:

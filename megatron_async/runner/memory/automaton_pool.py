@@ -86,7 +86,7 @@ class AutomatonPool:
 
     def load(self, base: int, automaton: Any) -> None:
         """Device: write the states of a ``TokenAutomaton`` from state ``base`` on. Nothing in
-        flight reads there: who had these states has given them back."""
+        flight reads there: the grammar that had these states has given them back."""
         assert self.tables is not None
         states = slice(base, base + len(automaton.accepting))
         moves = self._copied(automaton.transitions)
