@@ -3,12 +3,17 @@ ends of masks from the host and of serial decoding, at every depth, with every e
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_async.engine.metrics import GuidedRow, HostMasks
+from megatron_async.engine.recorded_config import config_of_run
+from megatron_async.engine.recording import read_run
+from megatron_async.engine.replay import replay
 from megatron_async.sampling_params import SamplingParams
 from tests.support.drafting_model import DraftingHashModel
 from tests.support.engines import DEPTHS, hash_engine
@@ -16,7 +21,7 @@ from tests.support.guided_automata import ROOM, SCENARIOS, are_those_of_the_orac
 from tests.support.guided_rows import WINDOW, guide
 from tests.support.hash_model import HashModel
 from tests.support.hash_tokenizer import hash_tokenizer
-from tests.unit.engine.test_guided_requests import EVENTS, GUIDED, ON_GPU, run, serial, what_came
+from tests.unit.engine.test_guided_requests import EVENTS, ON_GPU, run, serial, what_came
 
 pytestmark = pytest.mark.sweep
 
@@ -183,5 +188,43 @@ def test_what_is_asked_of_one_engine_is_found_again(monkeypatch: pytest.MonkeyPa
     assert loads == [1, 11, 1, 1, 11]
 
 
-def test_the_names_of_the_asked_are_those_of_the_schemas() -> None:
-    assert {"regex", "choice", "schema"} <= GUIDED.keys()
+@pytest.mark.parametrize("recorded", (0, 2))
+@pytest.mark.parametrize("replayed", (0, 2))
+def test_a_recorded_run_is_repeated(recorded: int, replayed: int, tmp_path: Path) -> None:
+    """With the plans of its depth, where grammars give way to each other in the pool; a run of
+    before there were automata has none."""
+    sizes: dict[str, Any] = {
+        "max_requests": 2, "block_size_tokens": 4, "block_count": 40,
+        "guided_automata_bytes": pool_of(25),
+    }  # fmt: skip
+    path = tmp_path / "run.jsonl"
+    regexes = ("[a-f]{9}", "[0-9]{19}", "[a-f]{9}", "[ab]{19}", "[0-9]{19}", "(ab|c)*")
+    asked = [
+        SamplingParams(structured_outputs={"regex": each}, num_tokens_to_generate=12)
+        for each in regexes
+    ]
+    prompts = [[number, 1] for number in range(len(asked))]
+    with hash_engine(recorded, tokenizer=hash_tokenizer(), record=str(path), **sizes) as engine:
+        tokens = [request.generated_tokens for request in engine.generate(prompts, asked)]
+        assert engine.counters.guided_rows[GuidedRow.AUTOMATON] > 20
+        assert engine.counters.host_masks[HostMasks.FULL] > 0
+    run = read_run(path)
+    with hash_engine(replayed, tokenizer=hash_tokenizer(), **sizes) as engine:
+        result = replay(run, engine)
+    assert result.exact == (recorded == replayed) and result.differences == ()
+    assert {e.request_id: e.tokens for e in result.endings} == dict(enumerate(tokens))
+    assert config_of_run({}).guided_automata_bytes == 0
+
+
+def test_graphs_and_their_memory_are_those_of_the_engine() -> None:
+    """The pool comes behind the capture, and a reset leaves it."""
+    with hash_engine(
+        1, tokenizer=hash_tokenizer(), max_requests=2, block_count=40, audit_graphs=True,
+        guided_automata_bytes=ROOM,
+    ) as engine:  # fmt: skip
+        for _ in range(2):
+            asked = SamplingParams(structured_outputs={"regex": "[a-f]{9}"})
+            (request,) = engine.generate([[1, 2]], asked)
+            assert re.fullmatch("[a-f]{9}", request.generated_text or "")
+            assert engine.counters.guided_rows.keys() == {GuidedRow.AUTOMATON}
+            engine.reset()
