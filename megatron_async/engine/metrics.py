@@ -52,6 +52,7 @@ class HostMasks(str, Enum):
     DEVICE = "this engine has no automata: ranks, or kernels that have not run on a GPU"
     PROCESSOR = "a Python logits processor comes first"
     POOL = "the table of the grammar is larger than the pool"
+    MANY = "requests that have not ended have too many tables of other grammars"
     FULL = "the pool was full of the grammars of other requests"
 
 

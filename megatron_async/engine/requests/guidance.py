@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,21 +19,20 @@ from megatron_async.request.request import (
 )
 from megatron_async.runner.model_runner import ModelRunner
 from megatron_async.runner.step_program import RowProcessor
-from megatron_async.step.extras import GrammarTable
 from megatron_async.step.plan import Guess, Plan, Ticket
 
 if TYPE_CHECKING:
+    from megatron_async.engine.grammar_tables import GrammarTables
     from megatron_async.grammar.automata.kept import KeptAutomata
     from megatron_async.grammar.automata.table import TokenAutomaton
     from megatron_async.grammar.compiler import CompiledGrammar, GrammarCompiler
     from megatron_async.grammar.matcher import Follows
+    from megatron_async.grammar.spec import StructuredOutputs
     from megatron_async.grammar.windows import Runs, Window, WindowMasks
     from megatron_async.scheduler.request_state import Sequence as ScheduledSequence
+    from megatron_async.step.extras import GrammarTable
 
 logger = logging.getLogger(__name__)
-
-NUMBERED_GRAMMARS = 1024
-"""That are known again when they come back."""
 
 LogitsProcessor = Callable[[list[int], torch.Tensor], torch.Tensor]
 """From a request's token ids so far and its logits ``[vocabulary]`` to other logits."""
@@ -57,8 +55,19 @@ class Grammars:
         self._windows: list[WindowMasks] = []
         self._automata: list[KeptAutomata] = []
 
-    def compile(self, structured_outputs: Any) -> CompiledGrammar:
-        """The grammar of a ``StructuredOutputs``, or of a dict of its fields.
+    def compile(self, structured_outputs: Any) -> None:
+        """Compile a ``StructuredOutputs``, or a dict of its fields, and make its automaton, so that
+        they are found when the request is opened.
+
+        Raises:
+            RequestError: it cannot be compiled; says what to change.
+        """
+        spec, grammar = self.compiled(structured_outputs)
+        if self.automata_bytes:
+            self.automaton(spec, grammar)
+
+    def compiled(self, structured_outputs: Any) -> tuple[StructuredOutputs, CompiledGrammar]:
+        """What a text conforms to, and its grammar: see :meth:`compile`.
 
         Raises:
             RequestError: it cannot be compiled; says what to change.
@@ -75,12 +84,9 @@ class Grammars:
             # Without a lock, which a signal's handler would wait for: two may be made, and the
             # first is used.
             self._compiler.append(GrammarCompiler(self._tokenizer, self._vocab_size))
-        compiled = self._compiler[0].compile(spec)
-        if self.automata_bytes:
-            self.automaton(spec, compiled)
-        return compiled
+        return spec, self._compiler[0].compile(spec)
 
-    def automaton(self, spec: Any, grammar: CompiledGrammar) -> TokenAutomaton | str:
+    def automaton(self, spec: StructuredOutputs, grammar: CompiledGrammar) -> TokenAutomaton | str:
         """The token automaton of a grammar, or why it has none. It has been made when the grammar
         was compiled, in the thread that asked for it."""
         if not self._automata:
@@ -111,59 +117,6 @@ class Grammars:
         return Window._make
 
 
-class GrammarTables:
-    """Which grammars have automata for the device, numbered in the order of the commands."""
-
-    def __init__(self, runner: ModelRunner, grammars: Grammars, without: HostMasks) -> None:
-        self._runner = runner
-        self._without = without
-        self._grammars = grammars
-        self._numbers: OrderedDict[Any, int] = OrderedDict()
-        """By what a text conforms to, of the last ones."""
-        self._next = 0
-        self._capacity: int | None = None
-        """States of the pool; None before there is one."""
-
-    def of(
-        self, grammar: CompiledGrammar, request: DynamicInferenceRequest, *, processed: bool
-    ) -> GrammarTable | str:
-        """The table of a request's grammar, or why an automaton cannot guide it."""
-        if not self._grammars.automata_bytes:
-            return self._without.value
-        if processed:
-            return HostMasks.PROCESSOR.value
-        from megatron_async.grammar.spec import StructuredOutputs
-
-        spec = StructuredOutputs.from_any(request.sampling_params.structured_outputs)
-        automaton = self._grammars.automaton(spec, grammar)
-        if isinstance(automaton, str):
-            return automaton
-        if self._capacity is None:
-            self._capacity = self._runner.open_automata(
-                self._grammars.token_bytes, self._grammars.automata_bytes
-            )
-        states = len(automaton.accepting)
-        if states >= self._capacity:
-            return HostMasks.POOL.value
-        forces = bool((automaton.forced >= 0).any())
-        return GrammarTable(self._number(spec), states, forces, automaton)
-
-    @property
-    def capacity(self) -> int:
-        """States of the pool, once there is one."""
-        return self._capacity or 0
-
-    def _number(self, spec: Any) -> int:
-        number = self._numbers.get(spec)
-        if number is None:
-            number = self._numbers[spec] = self._next
-            self._next += 1
-            if len(self._numbers) > NUMBERED_GRAMMARS:
-                self._numbers.popitem(last=False)
-        self._numbers.move_to_end(spec)
-        return number
-
-
 class Guidance:
     """Grammars and logits processors of live requests, by scheduler key.
 
@@ -187,8 +140,12 @@ class Guidance:
     ) -> None:
         self.keys: set[int] = set()
         self._sequences = sequences
-        self._tables = GrammarTables(runner, grammars, without)
-        self._grammars_of: dict[int, CompiledGrammar] = {}
+        self._without = without
+        self._tables: list[GrammarTables] = []
+        self._compiled: dict[int, tuple[Any, CompiledGrammar]] = {}
+        """What a text conforms to, and its grammar."""
+        self._automata: dict[int, TokenAutomaton | str] = {}
+        """The automata of requests whose commands have not been applied."""
         self._reasons: dict[int, str] = {}
         """Why a request cannot be guided by an automaton."""
         self._drafts = drafts
@@ -209,16 +166,28 @@ class Guidance:
             self._processors[key] = request, params.logits_processors
         if params.structured_outputs is None:
             return None
-        grammar = self._grammars.compile(params.structured_outputs)
-        matcher = grammar.matcher(stop_ids)
-        self._grammars_of[key] = grammar
-        self._matchers[key] = request, matcher
-        return GrammarEnd(matcher, ends_by_itself=not stop_ids)
+        spec, grammar = self._compiled[key] = self._grammars.compiled(params.structured_outputs)
+        if self._grammars.automata_bytes:
+            self._automata[key] = self._grammars.automaton(spec, grammar)
+        return self._follow(key, request, grammar, stop_ids)
 
     def restart(self, key: int, stop_ids: tuple[int, ...]) -> GrammarEnd | None:
         """The request begins again; returns as :meth:`open`."""
         guided = self._matchers.get(key)
-        return None if guided is None else self.open(key, guided[0], stop_ids)
+        if guided is None:
+            return None
+        return self._follow(key, guided[0], self._compiled[key][1], stop_ids)
+
+    def _follow(
+        self,
+        key: int,
+        request: DynamicInferenceRequest,
+        grammar: CompiledGrammar,
+        stop_ids: tuple[int, ...],
+    ) -> GrammarEnd:
+        matcher = grammar.matcher(stop_ids)
+        self._matchers[key] = request, matcher
+        return GrammarEnd(matcher, ends_by_itself=not stop_ids)
 
     def close(self, keys: Iterable[int]) -> None:
         """The last tickets of these requests have retired."""
@@ -226,8 +195,11 @@ class Guidance:
             self.keys.discard(key)
             self._matchers.pop(key, None)
             self._processors.pop(key, None)
-            self._grammars_of.pop(key, None)
+            self._compiled.pop(key, None)
+            self._automata.pop(key, None)
             self._reasons.pop(key, None)
+            for tables in self._tables:
+                tables.close(key)
 
     def most_drafts(self, key: int, asked: int | None) -> int | None:
         """How many drafts a row of a request may have that ``asked`` for some: Python functions see
@@ -251,10 +223,16 @@ class Guidance:
     def grammar_of(self, key: int) -> GrammarTable | None:
         """The automaton that may guide a request on the device; None if there is none. For requests
         in the order of their commands."""
-        grammar = self._grammars_of.get(key)
-        if grammar is None:
+        if key not in self._compiled:
             return None
-        found = self._tables.of(grammar, self._matchers[key][0], processed=key in self._processors)
+        automaton = self._automata.pop(key, self._without.value)
+        if key in self._processors:
+            automaton = HostMasks.PROCESSOR.value
+        if not self._tables:
+            from megatron_async.engine.grammar_tables import GrammarTables
+
+            self._tables.append(GrammarTables(self._runner, self._grammars))
+        found = self._tables[0].open(key, self._compiled[key][0], automaton)
         if isinstance(found, str):
             self._reasons[key] = found
             return None
@@ -263,7 +241,7 @@ class Guidance:
     @property
     def automaton_states(self) -> int:
         """How many states the device's pool of automata holds, once there is one."""
-        return self._tables.capacity
+        return (self._tables[0].capacity or 0) if self._tables else 0
 
     def count(self, plan: Plan, counters: EngineCounters) -> None:
         """Count how each sampled row of a plan that is guided gets what its S needs, before the

@@ -14,6 +14,7 @@ from megatron_async.engine.metrics import GuidedRow, HostMasks
 from megatron_async.engine.recorded_config import config_of_run
 from megatron_async.engine.recording import read_run
 from megatron_async.engine.replay import replay
+from megatron_async.sampling.automata import FORCED
 from megatron_async.sampling_params import SamplingParams
 from tests.support.drafting_model import DraftingHashModel
 from tests.support.engines import DEPTHS, hash_engine
@@ -160,6 +161,22 @@ def test_other_rows_say_why_the_host_makes_their_masks() -> None:
     by_grammar = counters.host_masks.total() - counters.host_masks[HostMasks.PROCESSOR]
     assert by_grammar == counters.guided_rows[GuidedRow.TOKEN]
     assert len(counters.host_masks) == 4
+
+
+def test_requests_that_wait_keep_few_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two grammars at once the second goes by the host; when the first is over it does not."""
+    outputs = [{"regex": "[a-f]{9}"}, {"regex": "[0-9]{9}"}, {"regex": "[a-f]{9}"}]
+    asked = [SamplingParams(structured_outputs=each, num_tokens_to_generate=4) for each in outputs]
+    of_one = 10 * (2 * 256 + 1 + 4 * 2 + 4 * FORCED)
+    monkeypatch.setattr("megatron_async.engine.grammar_tables.KEPT_POOLS", of_one / ROOM)
+    with hash_engine(
+        1, tokenizer=hash_tokenizer(), max_requests=1, block_count=30, guided_automata_bytes=ROOM
+    ) as engine:
+        engine.generate([[1, 2]] * 3, asked)
+        assert engine.counters.guided_rows == {GuidedRow.AUTOMATON: 8, GuidedRow.TOKEN: 4}
+        assert engine.counters.host_masks == {HostMasks.MANY: 4}
+        engine.generate([[1, 2]], asked[1])
+        assert engine.counters.guided_rows[GuidedRow.AUTOMATON] == 12
 
 
 def test_a_pool_without_room_is_no_pool() -> None:
