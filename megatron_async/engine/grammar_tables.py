@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.engine.metrics import HostMasks
@@ -10,7 +11,6 @@ from megatron_async.runner.model_runner import ModelRunner
 from megatron_async.step.extras import GrammarTable
 
 if TYPE_CHECKING:
-    from megatron_async.engine.requests.guidance import Grammars
     from megatron_async.grammar.automata.table import TokenAutomaton
 
 NUMBERED_GRAMMARS = 1024
@@ -26,12 +26,16 @@ class GrammarTables:
     thread that steps.
 
     Args:
-        grammars: with a pool of their automata.
+        budget: bytes of the pool.
+        token_bytes: gives what each token adds to a text, once a grammar has been compiled.
     """
 
-    def __init__(self, runner: ModelRunner, grammars: Grammars) -> None:
+    def __init__(
+        self, runner: ModelRunner, budget: int, token_bytes: Callable[[], Sequence[bytes]]
+    ) -> None:
         self._runner = runner
-        self._grammars = grammars
+        self._budget = budget
+        self._token_bytes = token_bytes
         self._numbers: OrderedDict[Any, int] = OrderedDict()
         """By what a text conforms to, of the last ones."""
         self._next = 0
@@ -53,9 +57,9 @@ class GrammarTables:
         """
         if isinstance(automaton, str):
             return automaton
-        budget = self._grammars.automata_bytes
+        budget = self._budget
         if self.capacity is None:
-            self.capacity = self._runner.open_automata(self._grammars.token_bytes, budget)
+            self.capacity = self._runner.open_automata(self._token_bytes(), budget)
         states = len(automaton.accepting)
         if states >= self.capacity:
             return HostMasks.POOL.value

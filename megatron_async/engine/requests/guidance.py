@@ -95,7 +95,6 @@ class Grammars:
             self._automata.append(KeptAutomata(self.automata_bytes))
         return self._automata[0].of(spec, grammar)
 
-    @property
     def token_bytes(self) -> Sequence[bytes]:
         """What each token adds to a text; a grammar has been compiled."""
         return self._compiler[0].masks(()).later_bytes
@@ -231,7 +230,9 @@ class Guidance:
         if not self._tables:
             from megatron_async.engine.grammar_tables import GrammarTables
 
-            self._tables.append(GrammarTables(self._runner, self._grammars))
+            grammars = self._grammars
+            tables = GrammarTables(self._runner, grammars.automata_bytes, grammars.token_bytes)
+            self._tables.append(tables)
         found = self._tables[0].open(key, self._compiled[key][0], automaton)
         if isinstance(found, str):
             self._reasons[key] = found
