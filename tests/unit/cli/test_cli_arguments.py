@@ -144,7 +144,7 @@ def test_engine_options_become_the_configuration() -> None:
         "--inference-dynamic-batching-buffer-size-gb 0.5 --prefill-chunk-tokens 32 "
         "--inference-dynamic-batching-block-size 16 --device cpu --dtype float32 "
         "--inference-dynamic-batching-num-cuda-graphs 2 --decode-only-cuda-graphs --debug "
-        "--allow-non-finite-weights --gemm-autotune-seconds 9.5"
+        "--allow-non-finite-weights --gemm-autotune-seconds 9.5 --guided-automata-mb 3"
     )
     config = engine_config(build_parser().parse_args(arguments.split()), 2, random_seed=5)
     assert config == EngineConfig(
@@ -160,6 +160,7 @@ def test_engine_options_become_the_configuration() -> None:
         num_cuda_graphs=2,
         capture_mixed_steps=False,
         gemm_autotune_seconds=9.5,
+        guided_automata_bytes=3 << 20,
         device="cpu",
         dtype="float32",
         debug=True,

@@ -36,6 +36,7 @@ def test_the_engines_counters_and_gauges_are_those_of_the_last_snapshot() -> Non
     counters.tokens_committed, counters.step_ns = 41, 2_500_000_000
     counters.not_overlapped["serial: depth 0"] = 3
     counters.guided_rows["the mask of one token"] = 5
+    counters.host_masks["the pool was full"] = 4
     counters.verified([(1, 2, 3), (1,), (), (4, 5)], [3] * 4)
     counters.weights_changed(1)
     counters.verified([(1, 2)], [2])
@@ -47,6 +48,7 @@ def test_the_engines_counters_and_gauges_are_those_of_the_last_snapshot() -> Non
     assert values["step_seconds_total", ""] == 2.5
     assert values["steps_not_overlapped_total", "serial: depth 0"] == 3
     assert values["guided_rows_total", "the mask of one token"] == 5
+    assert values["guided_rows_of_the_host_total", "the pool was full"] == 4
     drafts = [values[f"{name}_per_pos_total", place]
               for name in ("draft_tokens", "accepted_draft_tokens") for place in "01"]  # fmt: skip
     assert drafts == [4, 3, 3, 1]
