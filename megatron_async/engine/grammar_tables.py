@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 NUMBERED_GRAMMARS = 1024
 """That are known again when they come back."""
+MOST_REASONS = 64
 KEPT_POOLS = 8
 """Requests that have not ended keep as many bytes of automata as that many pools have."""
 
@@ -43,6 +44,7 @@ class GrammarTables:
         """By scheduler key."""
         self._users: dict[int, int] = {}
         """By number the requests that have the table."""
+        self._reasons: set[str] = set()
         self._bytes = 0
         """Size of the tables that some request has."""
         self.capacity: int | None = None
@@ -56,7 +58,7 @@ class GrammarTables:
             automaton: of that, or why there is none.
         """
         if isinstance(automaton, str):
-            return automaton
+            return self._counted(automaton)
         budget = self._budget
         if self.capacity is None:
             self.capacity = self._runner.open_automata(self._token_bytes(), budget)
@@ -82,6 +84,12 @@ class GrammarTables:
         if not self._users[table.number]:
             del self._users[table.number]
             self._bytes -= table.automaton.byte_size
+
+    def _counted(self, reason: str) -> str:
+        """A reason as it is counted: grammars are anybody's, and counters have a label for each."""
+        if len(self._reasons) < MOST_REASONS:
+            self._reasons.add(reason)
+        return reason if reason in self._reasons else HostMasks.OTHER.value
 
     def _number(self, spec: Any) -> int:
         number = self._numbers.get(spec)

@@ -53,6 +53,7 @@ class HostMasks(str, Enum):
     PROCESSOR = "a Python logits processor comes first"
     POOL = "the table of the grammar is larger than the pool"
     MANY = "requests that have not ended have too many tables of other grammars"
+    OTHER = "the grammar has no table, for one of many reasons"
     FULL = "the pool was full of the grammars of other requests"
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 
+from megatron_async.errors import shown
 from megatron_async.grammar.automata.build import automaton_of
 from megatron_async.grammar.automata.table import TokenAutomaton
 from megatron_async.grammar.compiler import CompiledGrammar
 from megatron_async.grammar.spec import StructuredOutputs
 
+logger = logging.getLogger(__name__)
+
 KEPT_POOLS = 2
 """As many bytes of automata are kept as that many pools have."""
 KEPT_REASONS = 1024
+FAILED = "to make its table failed"
 
 
 class KeptAutomata:
@@ -38,7 +43,7 @@ class KeptAutomata:
             if found is not None:
                 self._kept.move_to_end(spec)
                 return found
-        made = automaton_of(spec, grammar, (), budget_bytes=self._budget)
+        made = _made(spec, grammar, self._budget)
         with self._lock:
             if spec not in self._kept:
                 self._kept[spec] = made
@@ -47,6 +52,19 @@ class KeptAutomata:
                 _, dropped = self._kept.popitem(last=False)
                 self._bytes -= _size(dropped)
         return made
+
+
+def _made(spec: StructuredOutputs, grammar: CompiledGrammar, budget: int) -> TokenAutomaton | str:
+    """Whatever fails here, the host can still follow the grammar."""
+    try:
+        return automaton_of(spec, grammar, (), budget_bytes=budget)
+    except Exception as error:
+        logger.warning(
+            "a grammar has no automaton, since to make it failed (%s: %s)",
+            type(error).__name__,
+            shown(str(error)),
+        )
+        return FAILED
 
 
 def _size(made: TokenAutomaton | str) -> int:

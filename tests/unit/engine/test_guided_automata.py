@@ -14,13 +14,16 @@ from megatron_async.engine.metrics import GuidedRow, HostMasks
 from megatron_async.engine.recorded_config import config_of_run
 from megatron_async.engine.recording import read_run
 from megatron_async.engine.replay import replay
+from megatron_async.grammar.automata import kept
+from megatron_async.grammar.compiler import GrammarCompiler
+from megatron_async.grammar.spec import StructuredOutputs
 from megatron_async.sampling.automata import FORCED
 from megatron_async.sampling_params import SamplingParams
 from tests.support.drafting_model import DraftingHashModel
 from tests.support.engines import DEPTHS, hash_engine
 from tests.support.guided_automata import ROOM, SCENARIOS, are_those_of_the_oracle, pool_of
 from tests.support.guided_rows import WINDOW, guide
-from tests.support.hash_model import HashModel
+from tests.support.hash_model import VOCAB_SIZE, HashModel
 from tests.support.hash_tokenizer import hash_tokenizer
 from tests.unit.engine.test_guided_requests import EVENTS, ON_GPU, run, serial, what_came
 
@@ -177,6 +180,49 @@ def test_requests_that_wait_keep_few_tables(monkeypatch: pytest.MonkeyPatch) -> 
         assert engine.counters.host_masks == {HostMasks.MANY: 4}
         engine.generate([[1, 2]], asked[1])
         assert engine.counters.guided_rows[GuidedRow.AUTOMATON] == 12
+
+
+def test_a_table_that_cannot_be_made_refuses_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr(kept, "automaton_of", fails)
+    asked = [SamplingParams(structured_outputs={"regex": "[a-f]{9}"}, num_tokens_to_generate=4)]
+    found, counters = decoded(1, 0, asked, guided_automata_bytes=ROOM)
+    assert re.fullmatch("[a-f]{4,9}", found[0][2]) and counters.host_masks == {kept.FAILED: 4}
+
+
+def test_reasons_that_users_can_make_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_async.engine.grammar_tables.MOST_REASONS", 2)
+    regexes = (r"\d{2}", r"(?i)ab", r"\w{2}", r"\d{2}")
+    asked = [
+        SamplingParams(structured_outputs={"regex": each}, num_tokens_to_generate=2)
+        for each in regexes
+    ]
+    _, counters = decoded(1, 0, asked, guided_automata_bytes=ROOM)
+    assert len(counters.host_masks) == 3 and HostMasks.OTHER in counters.host_masks
+
+
+def test_automata_are_kept_up_to_some_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    automaton_of = kept.automaton_of
+
+    def counted(spec: Any, *given: Any, **values: Any) -> Any:
+        made.append(spec.regex)
+        return automaton_of(spec, *given, **values)
+
+    monkeypatch.setattr(kept, "automaton_of", counted)
+    compiler = GrammarCompiler(hash_tokenizer(), VOCAB_SIZE)
+    specs = [StructuredOutputs(regex=f"[a-f]{{{length}}}") for length in (19, 18, 17)]
+    grammars = [compiler.compile(spec) for spec in specs]
+    first = automaton_of(specs[0], grammars[0], (), budget_bytes=ROOM)
+    assert not isinstance(first, str)
+    automata = kept.KeptAutomata(first.byte_size)
+    for number in (0, 1, 0, 1, 2, 1, 0):
+        found = automata.of(specs[number], grammars[number])
+        assert not isinstance(found, str) and len(found.accepting) == 20 - number
+    # Two pools hold two of them, and the third takes the place of the first.
+    assert made == [specs[n].regex for n in (0, 1, 2, 0)]
 
 
 def test_a_pool_without_room_is_no_pool() -> None:
