@@ -172,8 +172,9 @@ class EngineConfig:
             waits for them, so that other rows keep their depth. It changes no token.
         guided_automata_bytes: of the device, for token automata of structured outputs: where the
             table of a grammar fits, S makes its masks by itself, so that such rows need no token on
-            the host, at any depth. It is allocated when the first such request comes; 0 turns it
-            off. It changes no token.
+            the host, at any depth. It is allocated when the first such request comes. 0 is off, the
+            default, since to make a table takes about a second with a large vocabulary. It changes
+            no token.
         late_planning: plan a step shortly before the one in flight ends, so that a request that
             comes meanwhile is in it, and not in the one behind. With depth 0 it does nothing.
         return_routed_experts: hand out the experts that each token went to, to requests that ask
@@ -250,7 +251,7 @@ class EngineConfig:
     num_cuda_graphs: int | None = None
     enable_sampling_extras: bool = True
     guided_rows: str = "wait"
-    guided_automata_bytes: int = 64 << 20
+    guided_automata_bytes: int = 0
     late_planning: bool = False
     return_routed_experts: bool = False
     capture_mixed_steps: bool = True

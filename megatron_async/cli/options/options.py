@@ -263,9 +263,9 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int | None) 
     said += "them, so that other rows keep their depth (default: wait)"
     add("--guided-rows", choices=GUIDED_ROWS, default="wait", help=said)
     said = "of the device, for automata of structured outputs, with which no step waits for tokens "
-    said += "on the host; 0 is none (default: 64)"
+    said += "on the host; 0 is none (default: 0)"
     size = {"dest": "guided_automata_bytes", "type": mebibytes, "metavar": "MIB"}
-    add("--guided-automata-mb", default=64 << 20, help=said, **size)
+    add("--guided-automata-mb", default=0, help=said, **size)
     said = "plan each step shortly before the one in flight ends: requests that come meanwhile are "
     said += "in it, so that they wait less for their first token"
     add("--late-planning", action="store_true", help=said)
