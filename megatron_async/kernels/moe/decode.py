@@ -96,8 +96,10 @@ class MoeDecode:
             self._logits = self._floats(self._splits * MAX_ROWS * width)
             self._partial = self._floats(most * MAX_ROWS * shape.hidden if most > 1 else 1)
             self.normed = torch.empty(MAX_ROWS, shape.hidden, dtype=dtype, device=device)
+            # By expert and row, or for ``widened/`` by row and place.
+            blocks = max(shape.most_experts(MAX_ROWS), shape.slots)
             self._activated = torch.empty(
-                shape.most_experts(MAX_ROWS) * MAX_ROWS, shape.inner, dtype=dtype, device=device
+                blocks * MAX_ROWS, shape.inner, dtype=dtype, device=device
             )
         if widens:
             self._widen(sm_count)

@@ -156,12 +156,17 @@ def test_no_row_needs_an_expert(device: str) -> None:
 
 
 @both
-def test_ranks_with_some_experts_each_add_up_to_all(device: str) -> None:
-    case = case_of(MoeShape(64, 64, settings(6, 3), GPT_OSS), 9, device, **PACKED, bias=True)
+@pytest.mark.parametrize(("experts", "top_k", "rows"), [(6, 3, 9), (2, 2, 40)])
+def test_ranks_with_some_experts_each_add_up_to_all(
+    device: str, experts: int, top_k: int, rows: int
+) -> None:
+    """Also ranks of fewer experts than a row chooses, which have room for all of its places."""
+    shape, held = MoeShape(64, 64, settings(experts, top_k), GPT_OSS), experts // 2
+    case = case_of(shape, rows, device, **PACKED, bias=True)
     total = torch.zeros_like(case.hidden).double()
     for rank in range(2):
         part, weights = share_of(case.shape, case.weights, rank, 2)
-        own = slice(rank * 3, rank * 3 + 3)
+        own = slice(rank * held, rank * held + held)
         weights = weights._replace(
             w1_scale=case.weights.w1_scale[own].clone(), w2_scale=case.weights.w2_scale[own].clone()
         )
@@ -169,7 +174,7 @@ def test_ranks_with_some_experts_each_add_up_to_all(device: str) -> None:
         widening(part, device)(weights, case.hidden, statistics(case), 1e-5, out, live=case.live)
         total += out
     case.run()
-    expected = experts_in_float64(case, case.kernels.routing(9))
+    expected = experts_in_float64(case, case.kernels.routing(rows))
     assert relative_error(total, expected) < 2 * LIMIT
 
 

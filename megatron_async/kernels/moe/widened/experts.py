@@ -182,6 +182,7 @@ class WidenedExperts:
         with torch.inference_mode(False):
             if activated is None:
                 activated = torch.empty(places, shape.inner, dtype=torch.bfloat16, device=device)
+            assert len(activated) >= places, "see activated"
             self._activated = activated
             self._of_places = torch.empty(places, shape.hidden, device=device)
 
