@@ -55,8 +55,8 @@ class WholeSequences:
         ranks = self._network.parallel
         if ranks is None or ranks.layout.tensor == 1:
             return logits
-        # Each rank of an engine has its columns.
-        return ranks.gather_logits(logits, self._network.vocab_size)
+        # Each rank of an engine has its columns, the last ones with padding, as a model's own.
+        return ranks.gather_logits(logits, ranks.layout.tensor * logits.shape[1])
 
 
 def _groups(lengths: Sequence[int], most: int) -> Iterator[list[int]]:

@@ -67,8 +67,9 @@ class AdaptedMoELayer(MegatronMoELayer):  # type: ignore[misc]
         padding_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As ``MoELayer`` of this package; in training as megatron's."""
-        if self.training:
+        """As ``MoELayer`` of this package; as megatron's in training, and where each rank has
+        tokens of its own, as in a trainer's evaluation."""
+        if self.training or self.config.sequence_parallel:
             return super().forward(hidden_states, intermediate_tensors, padding_mask, **kwargs)
         return mixture(self, hidden_states, padding_mask), None
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,14 +18,18 @@ from filelock import FileLock
 from megatron_async.checkpoint.load import load_pretrained
 from megatron_async.errors import ConfigError
 from megatron_async.models.gpt_network import GPTNetwork
+from megatron_async.models.moe.adapt import AdaptedMoELayer, MegatronMoELayer
 from megatron_async.models.moe.layer import MoELayer
 from megatron_async.models.moe.trainer_ranks import TrainerRanks, ranks_of, with_gradients
 from megatron_async.models.parallel import ModelParallel
+from megatron_async.models.sequence_parallel import without_sequence_parallel
 from megatron_async.ranks.layout import Layout
+from megatron_async.training import whole_sequences
 from megatron_async.weights.parallel_layouts import shard_of
 from tests.support.batches import new_batch
 from tests.support.child_environment import child_environment
 from tests.support.patience import PATIENCE_SECONDS
+from tests.unit.models import test_moe
 
 from megatron.core import parallel_state  # isort: skip
 
@@ -169,6 +174,36 @@ def test_an_engines_ranks_add_up_with_gradients_where_they_share_each_expert() -
         ranks.layout = layout
         assert isinstance(with_gradients(ranks), TrainerRanks) == is_shared
     assert with_gradients(None) is None
+
+
+def test_ranks_of_an_engine_keep_the_padding_of_the_vocabulary(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A model's own logits have it: else the last rank's share of them is too short."""
+    ranks = SimpleNamespace(layout=Layout(2))
+    ranks.gather_logits = lambda logits, count: torch.cat([logits, logits + 1], 1)[:, :count]
+    network: Any = SimpleNamespace(parallel=ranks, vocab_size=13, kv_cache_spec=None)
+    network.model = SimpleNamespace(decoder=SimpleNamespace(layers=[]))
+    monkeypatch.setattr(whole_sequences, "decoder_layers", lambda model: [])
+    monkeypatch.setattr(whole_sequences, "batch_of_prompts", lambda *_, **__: None)
+    monkeypatch.setattr(whole_sequences, "forward_prompts", lambda *_: torch.zeros(3, 8))
+    whole = whole_sequences.WholeSequences(network, max_tokens=8, recurrent_state_dtype=None)
+    logits, _ = whole.logits(torch.arange(3), [3])
+    assert torch.equal(logits, torch.tensor([0.0, 1.0]).repeat_interleave(8).expand(3, -1))
+
+
+def test_ranks_that_divide_sequences_evaluate_as_megatrons() -> None:
+    """Each has tokens of its own there, and what engines add up is of the same tokens."""
+    model = GPTNetwork(test_moe.stock_model(test_moe.CONFIG)).model
+    model.config.sequence_parallel = True
+    inside = without_sequence_parallel(model)
+    layer: Any = next(each for each in model.modules() if isinstance(each, AdaptedMoELayer))
+    assert inside is not None and not layer.training
+    hidden = torch.randn(5, 1, layer.config.hidden_size)
+    with mock.patch.object(MegatronMoELayer, "forward", return_value="megatron's"):
+        assert layer(hidden) == "megatron's"
+        with inside, torch.no_grad():
+            assert layer(hidden)[0].shape == hidden.shape
 
 
 def test_weights_that_want_gradients_give_the_same_bits() -> None:
