@@ -71,14 +71,17 @@ def fit_parts(config: EngineConfig, context: Any, network: Network) -> None:
     parts = {}
     if isinstance(network, GPTNetwork):
         parts["GPTInferenceWrapper"] = network.batch_invariant
-    if context is not None:
+    cache = "EngineConfig" if context is None else "DynamicInferenceContext"
+    if context is None:
+        parts[cache] = config.batch_invariant
+    else:
         fit_length(network, context)
-        parts["DynamicInferenceContext"] = context.cache.sizes.batch_invariant
+        parts[cache] = context.cache.sizes.batch_invariant
     lacking = [name for name, value in parts.items() if not value]
     if lacking and (config.batch_invariant or any(parts.values())):
         raise ConfigError(
             f"batch_invariant=True is not said to {' and '.join(lacking)}: give it to both "
-            "GPTInferenceWrapper and DynamicInferenceContext, or to nothing"
+            f"GPTInferenceWrapper and {cache}, or to nothing"
         )
 
 

@@ -540,6 +540,11 @@ def test_an_engine_of_which_a_part_alone_is_batch_invariant_is_refused(model: An
         build(model, EngineConfig(batch_invariant=True))
     with pytest.raises(ConfigError, match="is not said to GPTInferenceWrapper: give it to both"):
         build(model, batch_invariant=True)
+    controller = TextGenerationController(
+        GPTInferenceWrapper(model, None, batch_invariant=True), Tokenizer()
+    )
+    with pytest.raises(ConfigError, match="said to EngineConfig: give it to both GPTInferenceWr"):
+        DynamicInferenceEngine(controller, None, config=EngineConfig())
 
 
 def test_a_fused_rope_of_flashinfer_is_taken_and_named(caplog: pytest.LogCaptureFixture) -> None:
