@@ -205,7 +205,7 @@ class EngineConfig:
         quantize_activations: with quantization="fp8" linear layers and experts whose weights are
             e4m3 multiply them by inputs in e4m3, which they quantize by token, by token and group
             of columns, or, but for experts, by scales that the checkpoint brings. Fused decode
-            steps on a GPU do so with 17 rows and more, in linear layers with a scale for each row.
+            steps on a GPU do so with 9 rows and more, in linear layers with a scale for each row.
         kv_cache_dtype: "fp8" keeps keys and values as e4m3, so that twice the tokens fit; None
             keeps them in ``dtype``. Scales by layer and head are chosen at the start, and for new
             weights.
