@@ -2,7 +2,8 @@
 
 A kernel launched this way may start before its predecessor has ended, so each of its programs waits
 for it before the first write and before it reads what the predecessor writes. The kernel that comes
-after may start once all have waited, and waits in turn, so order on the stream is what it was.
+after may start once all have waited, and waits in turn, so order on the stream is what it was. (The
+second launch of ``moe_widened.cu`` lets it start before, and waits before it ends.)
 Hopper and later; CUDA programming guide, "Programmatic Dependent Launch".
 """
 

@@ -3,7 +3,9 @@
 // Every kernel is launched with programmatic stream serialization. It may start while the kernel
 // before it still runs, and must not touch what that kernel writes before `wait_for_predecessor`.
 // It lets its successor start only after that, so when a kernel starts, all kernels but its
-// direct predecessor have ended: what they wrote may be read at once.
+// direct predecessor have ended: what they wrote may be read at once. Two kernels let it start before:
+// the second linear layers of moe_widened.cu, whose successor waits before anything else, and peer_sum.cu
+// with SENT.
 
 typedef unsigned short u16;  // the bits of a bfloat16
 typedef unsigned int u32;

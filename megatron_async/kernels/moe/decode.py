@@ -1,11 +1,11 @@
 """A decode step's layer of experts in three kernels: router, and two grouped GEMMs.
 
-Norm and router (``routing/``) -> first linear layers and activation -> second ones, added
-up over a row's experts and to the residual stream (``experts_triton.py``). Nothing is sorted: the
-router writes a table of which expert has which row. Shared experts of a multiple of the routed
-ones' size are experts that each row has. No value reaches the host. Few rows have a kernel of their
-own (``row.py``); so have linear layers in e4m3 and MXFP4, and in bfloat16 for many rows
-(``widened/``).
+Norm and router (``routing/``) -> first linear layers and activation -> second ones, added up over a
+row's experts and to the residual stream (``experts_triton.py``). Nothing is sorted: the router
+writes a table of which expert has which row, in a kernel of its own where these are many. Shared
+experts of a multiple of the routed ones' size are experts that each row has. No value reaches the
+host. Few rows have a kernel of their own (``row.py``); so have linear layers in e4m3 and MXFP4, and
+in bfloat16 for many rows (``widened/``).
 """
 
 from __future__ import annotations
