@@ -25,7 +25,12 @@ from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.moe.compute import KeptWeights, experts_of, routing_of
 from megatron_async.models.moe.settings import expert_activation, router_settings
 from megatron_async.models.moe.shards import expert_shards
-from megatron_async.models.moe.trainer_ranks import TrainerRanks, ranks_of, with_gradients
+from megatron_async.models.moe.trainer_ranks import (
+    TrainerRanks,
+    added_by_another,
+    ranks_of,
+    with_gradients,
+)
 from megatron_async.models.quantized.deferred import as_built
 from megatron_async.models.quantized.linear import SCALE, weight_of
 
@@ -195,7 +200,8 @@ class MoELayer(MegatronModule):  # type: ignore[misc]
         """The weights of the experts, multiplied out where e4m3 or MXFP4 is kept."""
         fc1, fc2 = self.experts.linear_fc1, self.experts.linear_fc2
         dtype, kept = self.config.params_dtype, self.kept_weights
-        return ExpertWeights(weight_of(fc1, dtype), weight_of(fc2, dtype), kept.b1, kept.b2)
+        b2 = added_by_another(fc2.bias) if kept.b2 is None else kept.b2
+        return ExpertWeights(weight_of(fc1, dtype), weight_of(fc2, dtype), kept.b1, b2)
 
     @property
     def kept_weights(self) -> KeptWeights:

@@ -60,6 +60,27 @@ class TrainerRanks:
         return copied, routing._replace(weights=weights)
 
 
+class _OfAnotherRank(torch.autograd.Function):
+    """Zeros, with a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0]
+
+
+def added_by_another(bias: Tensor | None) -> Tensor | None:
+    """A bias that another rank adds, of which this one has a copy: None, but with gradients zeros,
+    since all copies need the same gradient."""
+    if bias is None or not torch.is_grad_enabled():
+        return None
+    zeros: Tensor = _OfAnotherRank.apply(bias)  # type: ignore[no-untyped-call]
+    return zeros
+
+
 def ranks_of(config: Any) -> Any:
     """The ranks that share the experts of a layer of megatron's ``config``: a
     :class:`~megatron_async.models.parallel.ModelParallel` or :class:`TrainerRanks`; None for one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from filelock import FileLock
 
 from megatron_async.checkpoint.load import load_pretrained
 from megatron_async.errors import ConfigError
+from megatron_async.models.build import build_random_model
 from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.models.moe.adapt import AdaptedMoELayer, MegatronMoELayer
 from megatron_async.models.moe.layer import MoELayer
@@ -166,6 +168,40 @@ def test_experts_that_are_spread_over_ranks_are_not_trained(
     tokens = torch.arange(5)[None]
     with pytest.raises(ConfigError, match="train without expert_model_parallel_size"):
         model(tokens, tokens, None)
+
+
+def test_a_bias_that_the_first_rank_adds_has_its_gradient_on_all() -> None:
+    """Each has a copy of it, and the others' stayed as it was."""
+
+    class Second(TrainerRanks):
+        expert_rank, expert_tensor_rank = 0, 1
+
+        def sum_experts_(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+        def shared(self, hidden: torch.Tensor, routing: Any) -> Any:
+            return hidden, routing
+
+    config = dataclasses.replace(test_moe.CONFIG, mlp_bias=True, num_layers=1, moe_layer_freq=None)
+    config = dataclasses.replace(
+        config, moe_shared_expert_intermediate_size=None, moe_shared_expert_gate=False
+    )
+    model = build_random_model(config, device=torch.device("cpu"), dtype=torch.float32)
+    layer = next(module for module in model.modules() if isinstance(module, MoELayer))
+    bias, hidden, found = layer.experts.linear_fc2.bias.requires_grad_(True), torch.randn(5, 64), []
+    with torch.no_grad():
+        bias.fill_(3)
+    for layer.ranks in (None, Second()):
+        output = layer(hidden[:, None])[0]
+        (gradient,) = torch.autograd.grad(output.sum(), bias)
+        found.append((output.detach(), gradient))
+    (whole, expected), (part, gradient) = found
+    assert torch.equal(gradient, expected) and gradient.any()
+    with torch.no_grad():
+        assert torch.equal(layer(hidden[:, None])[0], part) and not torch.equal(part, whole)
+        bias.zero_()
+        layer.ranks = None
+        assert torch.equal(layer(hidden[:, None])[0], part)
 
 
 def test_an_engines_ranks_add_up_with_gradients_where_they_share_each_expert() -> None:
