@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 from megatron_async.config.engine_config import GUIDED_ROWS, EngineConfig
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.metrics import GuidedRow
-from megatron_async.kernels import trial
 from megatron_async.sampling_params import SamplingParams
 from tests.support.guided_tokens import SCHEMAS
 
@@ -139,7 +138,6 @@ def main() -> None:
     args = parser.parse_args()
     depths, counts = ([int(n) for n in each.split(",")] for each in (args.depths, args.guided))
     ways = (*GUIDED_ROWS, AUTOMATA) if args.automata else GUIDED_ROWS
-    trial.AUTOMATA |= args.automata
     found: dict[tuple[int, str, int], list[Figures]] = {}
     with ExitStack() as stack:
         engines: dict[tuple[str, int], DynamicInferenceEngine] = {}

@@ -17,7 +17,6 @@ from contextlib import ExitStack
 
 from megatron_async.config.engine_config import EngineConfig
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.kernels import trial
 from megatron_async.sampling_params import SamplingParams
 from tests.support.guided_tokens import SCHEMAS
 
@@ -79,7 +78,6 @@ def main() -> None:
     parser.add_argument("--automata", action="store_true", help=said)
     args = parser.parse_args()
     ways = (*WAYS, *(way + AUTOMATA for way in WAYS)) if args.automata else WAYS
-    trial.AUTOMATA |= args.automata
     rates: dict[tuple[bool, str], list[float]] = {}
     with ExitStack() as stack:
         first = DynamicInferenceEngine.from_pretrained(args.model, config_of(args, WAYS[0]))

@@ -70,7 +70,7 @@ SMALL_TABLE = (
 
 
 def config_of(rows: int, length: int, invariant: bool, device: str) -> EngineConfig:
-    """Of engines whose prompts of up to 4,096 tokens are one chunk."""
+    """What engines are made with; prompts of up to 4,096 tokens are one chunk."""
     chunk = min(length, 4096)
     return EngineConfig(
         device=device,

@@ -155,7 +155,7 @@ def open_runner(
             synthetic_acceptance=config.testing.synthetic_acceptance,
             routed=routed,
             keeps_prefixes=config.enable_prefix_caching,
-            has_automata=has_automata(config, network, device),
+            has_automata=has_automata(config, network),
         )
     except BaseException:
         if given is None:
@@ -166,12 +166,9 @@ def open_runner(
     return Opened(runs_on, batch, runner)
 
 
-def has_automata(config: EngineConfig, network: Network, device: torch.device) -> bool:
-    """Whether token automata may guide requests: of one process, by kernels that engines run."""
-    from megatron_async.kernels import trial
-
-    is_alone = network.parallel is None and config.guided_automata_bytes > 0
-    return is_alone and (device.type != "cuda" or trial.AUTOMATA)
+def has_automata(config: EngineConfig, network: Network) -> bool:
+    """Whether token automata may guide requests: of one process."""
+    return network.parallel is None and config.guided_automata_bytes > 0
 
 
 def _audit(

@@ -49,7 +49,7 @@ class HostMasks(str, Enum):
     automaton."""
 
     OFF = "guided_automata_bytes is 0"
-    DEVICE = "this engine has no automata: ranks, or kernels that have not run on a GPU"
+    DEVICE = "this engine has no automata: ranks, or a sampler without kernels"
     PROCESSOR = "a Python logits processor comes first"
     POOL = "the table of the grammar is larger than the pool"
     MANY = "requests that have not ended have too many tables of other grammars"

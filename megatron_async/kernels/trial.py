@@ -25,8 +25,8 @@ LATENT = True
 GUESSES = True
 """The kernel that makes guesses of the host the drafts of rows."""
 
-AUTOMATA = False
-"""Token automata of guided rows: S reads their tables, and walks their states."""
+TOKEN_LOG_PROB = False
+"""The kernel of a trainer's log-probabilities, in place of torch's operations."""
 
 SENT_SUMS = False
 """GEMMs send their partial sums to the other ranks, in place of the kernel that adds these up."""

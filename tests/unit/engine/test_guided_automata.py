@@ -79,10 +79,7 @@ def test_events_change_no_token(depth: int, event: str) -> None:
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("depth", (0, 1, 2))
-def test_captured_steps_change_no_token(
-    depth: int, event: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megatron_async.kernels.trial.AUTOMATA", True)
+def test_captured_steps_change_no_token(depth: int, event: str, device: str) -> None:
     requests, counters = run(depth, event, device, guided_automata_bytes=ROOM)
     for name, request in requests.items():
         assert what_came(request) == serial()[name], name

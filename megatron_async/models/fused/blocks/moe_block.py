@@ -60,7 +60,7 @@ def experts_why_not(mlp: Any, config: Any) -> str | None:
     if mlp.fc1_latent_proj is not None:
         return "its experts have latent projections"
     is_split = max(config.tensor_model_parallel_size, config.expert_model_parallel_size) > 1
-    if is_split and (mlp.ranks is None or isinstance(mlp.ranks, TrainerRanks)):
+    if isinstance(mlp.ranks, TrainerRanks) or (is_split and mlp.ranks is None):
         return "its experts are split over ranks"
     settings = mlp.settings
     if settings.num_experts > _MOST_EXPERTS or settings.top_k > _MOST_CHOSEN:
