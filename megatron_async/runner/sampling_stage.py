@@ -158,7 +158,9 @@ class SamplingStage:
             log_probs = self._log_probs(self._extras.tables, logits, sampled, each, tokens)
             record = torch.cat([record, log_probs])
             advance(self._extras.tables, target, tokens, counts, positions[:, 0])
-            self._follow_automata(self._extras.tables, target, tokens, torch.where(live, final, 0))
+            if self._extras.tables.automata is not None:
+                counted = torch.where(live, final, 0)
+                self._follow_automata(self._extras.tables, target, tokens, counted)
         if self._parallel is not None and self._parallel.layout.pipeline > 1:
             counted = torch.where(live, final, 0)
             told = torch.stack([target, positions[:, 0], counted, last]).to(torch.int32)
@@ -261,10 +263,10 @@ class SamplingStage:
     def _follow_automata(
         tables: ExtrasTables, target: torch.Tensor, tokens: torch.Tensor, last: torch.Tensor
     ) -> None:
-        if tables.automata is not None:
-            from megatron_async.sampling.automata import advance_states
+        from megatron_async.sampling.automata import advance_states
 
-            advance_states(tables.automata, tables.automaton, target, tokens, last, tables.stops)
+        assert tables.automata is not None
+        advance_states(tables.automata, tables.automaton, target, tokens, last, tables.stops)
 
     def _log_probs(
         self,
