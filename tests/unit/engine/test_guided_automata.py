@@ -47,6 +47,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(of=12)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_tokens_are_those_of_the_oracle(depth: int, way: str) -> None:
@@ -64,6 +65,7 @@ def test_scenarios_pass(scenario: Callable[[int], None], depth: int) -> None:
     scenario(depth)
 
 
+@pytest.mark.sweep(of=12)
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_events_change_no_token(depth: int, event: str) -> None:

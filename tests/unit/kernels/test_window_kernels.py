@@ -452,6 +452,7 @@ def slots_of(step: dict[str, Tensor], window: int) -> Tensor:
 
 
 @interpreted
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("automata", (0, ROOM))
 def test_engine_with_drafts_on_interpreted_kernels_equals_the_oracle(automata: int) -> None:
     """Drafts are the fake model's; one request has extras, and a grammar guides one, on the host or
