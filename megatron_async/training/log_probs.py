@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_async.errors import ConfigError
+from megatron_async.errors import ConfigError, RequestError
 from megatron_async.kernels import trial
 from megatron_async.sampling import filters
 from megatron_async.sampling.log_probs import (
@@ -15,6 +15,8 @@ from megatron_async.sampling.log_probs import (
     processed_log_prob,
     token_log_prob,
 )
+from megatron_async.sampling_params import SamplingParams
+from megatron_async.step.slot_fields import request_values
 
 
 def exact_log_probs(
@@ -33,8 +35,8 @@ def exact_log_probs(
         tokens: int64 ``[...]``; for negative ones, such as -100 of padding, there is 0 and no
             gradient.
         temperature, top_k, top_p: None gives those of the model (``raw_logprobs``); a temperature
-            those of what was sampled from (``processed_logprobs``), 0 for greedy choices. Penalties
-            and biases are not known here.
+            those of what was sampled from (``processed_logprobs``), as in ``SamplingParams``: 0, or
+            a ``top_k`` of 1, for greedy choices. Penalties and biases are not known here.
         vocab_size: columns from it on are padding.
 
     Returns:
@@ -52,18 +54,23 @@ def exact_log_probs(
         raise ConfigError(f"tokens have dtype {tokens.dtype}: give integers")
     if temperature is None and (top_k, top_p) != (0, 0.0):
         raise ConfigError("top_k and top_p are of processed log-probabilities: give a temperature")
-    if temperature is not None and (not temperature >= 0 or top_k < 0 or not 0 <= top_p <= 1):
-        raise ConfigError(
-            f"temperature={temperature}, top_k={top_k}, top_p={top_p}: the first two must not be "
-            "negative, and top_p between 0 and 1"
-        )
     flat = logits.flatten(0, -2)[:, :vocab_size]
-    options = None if temperature is None else (temperature, top_k, top_p)
+    options = None if temperature is None else _options(temperature, top_k, top_p)
     found: Tensor = _LogProbs.apply(flat, tokens.flatten(), options)  # type: ignore[no-untyped-call]
     return found.view(tokens.shape)
 
 
 Options = tuple[float, int, float]
+
+
+def _options(temperature: float, top_k: int, top_p: float) -> Options:
+    """Inverse temperature, top-k and top-p as an engine's tables have them."""
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    try:
+        inverse, most, mass, *_ = request_values(params.checked(), seed=0)
+    except RequestError as error:
+        raise ConfigError(str(error)) from None
+    return float(inverse), int(most), float(mass)
 
 
 class _LogProbs(torch.autograd.Function):
@@ -101,9 +108,8 @@ def _of_model(logits: Tensor, tokens: Tensor) -> Tensor:
 
 def _columns(logits: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """Inverse temperatures, top-k and top-p of each row, as the sampler has them."""
-    temperature, top_k, top_p = options
+    inverse, top_k, top_p = options
     rows, device = len(logits), logits.device
-    inverse = 1.0 / temperature if temperature else 0.0
     return (
         torch.full((rows,), inverse, dtype=torch.float32, device=device),
         torch.full((rows,), top_k, dtype=torch.int32, device=device),
@@ -117,7 +123,7 @@ def _gradient(x: Tensor, tokens: Tensor, grad: Tensor, options: Options | None) 
         inverse, top_k, top_p = _columns(x, options)
         threshold = filters.filter_threshold(x, inverse, top_k, top_p)
         x = x.masked_fill(x < threshold[:, None], -torch.inf)
-        factor = 1.0 / options[0]
+        factor = options[0]
     found = -(x * factor).softmax(-1)
     found.scatter_add_(1, tokens.clamp(min=0)[:, None], torch.ones_like(found[:, :1]))
     return found * (factor * grad).masked_fill(tokens < 0, 0.0)[:, None]

@@ -49,10 +49,28 @@ def test_what_log_probs_do_not_take_is_refused() -> None:
     for wrong, said in (
         ({"tokens": tokens[:1]}, "one token for each position"),
         ({"top_k": 3}, "give a temperature"),
-        ({"temperature": -1.0}, "must not be negative"),
-        ({"temperature": float("nan")}, "must not be negative"),
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": float("inf")}, "temperature=inf"),
+        ({"temperature": 1e-40}, "too small to divide by"),
+        ({"temperature": 1.0, "top_k": 2.5}, "top_k=2.5"),
         ({"tokens": tokens.float()}, "give integers"),
-        ({"temperature": 1.0, "top_p": 1.5}, "top_p between 0 and 1"),
+        ({"temperature": 1.0, "top_p": 1.5}, "top_p=1.5"),
     ):
         with pytest.raises(ConfigError, match=said):
             exact_log_probs(**{"logits": logits, "tokens": tokens, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("asked", "same"),
+    (
+        ({"temperature": 0.7, "top_k": 1}, {"temperature": 0.0}),  # greedy, to an engine
+        ({"temperature": 0.7, "top_k": 2**33}, {"temperature": 0.7, "top_k": 2**31 - 1}),
+    ),
+)
+def test_options_mean_what_they_mean_to_an_engine(
+    asked: dict[str, Any], same: dict[str, Any]
+) -> None:
+    logits, tokens = torch.randn(4, 9), torch.arange(4)
+    found = exact_log_probs(logits, tokens, **asked)
+    assert torch.equal(found, exact_log_probs(logits, tokens, **same)) and bool(found.all())
