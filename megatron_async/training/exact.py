@@ -18,6 +18,7 @@ from megatron_async.models.quantized.linear import quantized
 from megatron_async.training.log_probs import exact_log_probs
 from megatron_async.training.mirror import mirror
 from megatron_async.training.routing import choose
+from megatron_async.training.routing_replay import is_forced
 from megatron_async.training.whole_sequences import WholeSequences
 
 MAX_TOKENS = 8192
@@ -78,9 +79,7 @@ class ExactNumerics:
         for layer in expert_layers(self._network.model):
             layer.forced = None  # what another forward of the model is told
         self._signature = inspect.signature(type(model).forward)
-        # Recomputed behind the forward, a layer would choose other experts than in it.
-        is_kept = getattr(model.config, "recompute_granularity", None) is None
-        self._layers = decoder_layers(model) if is_kept else []
+        self._layers = decoder_layers(model)
         self._current = threading.local()  # several threads may run the model
         self._form = _form(model)
         self._hooks = (
@@ -125,19 +124,26 @@ class ExactNumerics:
                 "it, and call it again"
             )
         _check_stacked(self._network.model)
-        if any(layer.forced is not None for layer in self._layers):
+        if is_forced(model):
             raise ConfigError(
                 "exact_numerics takes the experts that an engine with these weights chooses, and "
                 "forced_routing others: close one of them"
             )
         token_ids, labels = given["input_ids"], given.get("labels")
+        if token_ids is None or given.get("decoder_input") is not None:
+            raise ConfigError(
+                "exact_numerics: decoder_input is not what an engine embeds: give input_ids alone"
+            )
+        _check_mask(given.get("attention_mask"))
         lengths = _lengths(token_ids, given.get("position_ids"), given.get("packed_seq_params"))
         logits, experts = self._whole.logits(token_ids.flatten(), lengths)
         logits = logits.view(*token_ids.shape, -1)
         self._current.value = logits if labels is None else -self.log_probs(logits, labels)
         # A model has the tokens of all rows at a position one behind the other.
         shaped = [ids.view(*token_ids.shape, -1).transpose(0, 1).flatten(0, 1) for ids in experts]
-        choose(self._layers, shaped)
+        # Recomputed behind the forward, a layer would choose other experts than in it.
+        if self._layers and getattr(model.config, "recompute_granularity", None) is None:
+            choose(self._layers, shaped)
 
     def _replace(self, model: Any, args: Any, kwargs: Any, output: Any) -> Tensor | None:
         """Behind a forward, also one that failed."""
@@ -212,6 +218,25 @@ def _check_stacked(model: torch.nn.Module) -> None:
                 "exact_numerics: parameters of experts were moved to other memory since; close it, "
                 "and call it again behind the optimizer or wrapper that moves them"
             )
+
+
+def _check_mask(mask: Tensor | None) -> None:
+    """Raise unless a mask ``[..., S, S]``, true where a token is not seen, is causal for the tokens
+    in front of padding."""
+    if mask is None or mask.dim() < 3 or mask.dtype != torch.bool:
+        return
+    size = mask.shape[-1]
+    if mask.shape[-2] != size:
+        return
+    is_padding = mask.diagonal(dim1=-2, dim2=-1)
+    causal = torch.ones(size, size, dtype=torch.bool, device=mask.device).triu(1)
+    fits = is_padding | (mask == causal).all(-1)
+    is_behind = is_padding[..., 1:] | ~is_padding[..., :-1]
+    if not bool(fits.all() & is_behind.all()):
+        raise ConfigError(
+            "exact_numerics: attention_mask is not causal, as engines are: pad behind the last "
+            "token, and say by packed_seq_params where packed sequences begin"
+        )
 
 
 def _lengths(token_ids: Tensor, position_ids: Tensor | None, packed: Any) -> list[int]:

@@ -103,6 +103,15 @@ class ForcedRouting:
                 _check_router(layer)
 
 
+def is_forced(model: torch.nn.Module) -> bool:
+    """Whether a :class:`ForcedRouting` of the model is open."""
+    return any(
+        getattr(layer, "forced", None) is not None
+        or isinstance(getattr(layer.router, "router_replay", None), _Replay)
+        for layer in decoder_layers(model, (MoELayer, MegatronMoELayer))
+    )
+
+
 _INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
 

@@ -55,10 +55,8 @@ class AdaptedMoELayer(MegatronMoELayer):  # type: ignore[misc]
     """megatron's layers around it hand the mask on, if the model is given one."""
     ranks: ModelParallel | TrainerRanks | None = None
     """Ranks that have some of the experts each, or a share of each; None for one rank."""
-    chosen: Tensor | None = None
     forced: Tensor | None = None
-    noted: list[Tensor] | None = None
-    """As those of ``MoELayer``; in training nobody reads the first two."""
+    """As that of ``MoELayer``; in training nobody reads it."""
 
     def forward(
         self,
@@ -171,6 +169,9 @@ def _stacked(linears: list[dict[str, Any]], kind: str) -> Any:
     parameters = [x[kind] for x in linears if x.get(kind) is not None and x[kind].numel()]
     if not parameters:
         return None
+    stacked = _stacked_before(parameters)
+    if stacked is not None:
+        return stacked
     if any(p.data.untyped_storage().nbytes() > p.data.nbytes for p in parameters):
         logger.warning(
             "weights of experts lie in a buffer, such as an optimizer's, and are moved out of it: "
@@ -180,6 +181,23 @@ def _stacked(linears: list[dict[str, Any]], kind: str) -> Any:
     for parameter, row in zip(parameters, stacked, strict=True):
         parameter.data = row
     return stacked
+
+
+def _stacked_before(parameters: list[Any]) -> Tensor | None:
+    """The tensor that these are rows of, one behind the other, or None."""
+    first = parameters[0].data
+    storage, size = first.untyped_storage(), first.numel()
+    for number, each in enumerate(parameters):
+        data = each.data
+        is_row = (
+            data.is_contiguous()
+            and (data.dtype, data.shape) == (first.dtype, first.shape)
+            and data.untyped_storage().data_ptr() == storage.data_ptr()
+            and data.storage_offset() == first.storage_offset() + number * size
+        )
+        if not is_row:
+            return None
+    return first.as_strided((len(parameters), *first.shape), (size, *first.stride()))
 
 
 def _activation(config: Any) -> ExpertActivation:

@@ -12,7 +12,8 @@ expert (``TEGroupedMLP`` has ``weight0``, ``weight1``, ...); ``shared_experts``,
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -56,10 +57,18 @@ Initialize = Callable[[Tensor], Any]
 
 
 class Leaving(threading.local):
-    """Where the forwards of a thread leave the experts that they choose: ``to`` is called with a
-    layer and int32 ``[T, k]``. None for nowhere."""
+    """What the forwards of a thread choose.
+
+    Attributes:
+        to: is called with a layer and its experts, int32 ``[T, k]``; None for nobody.
+        chosen: by the id of a layer the experts that its next forwards with gradients take, in the
+            same form; other layers choose the best.
+        noted: by the id of a layer where its forwards leave the experts that they took.
+    """
 
     to: Callable[[Any, Tensor], None] | None = None
+    chosen: Mapping[int, Tensor] = MappingProxyType({})
+    noted: Mapping[int, list[Tensor]] = MappingProxyType({})
 
 
 leaving = Leaving()
@@ -163,16 +172,11 @@ class MoELayer(MegatronModule):  # type: ignore[misc]
         settings, activation: what router and experts compute, as the kernels read it.
         ranks: those that have some of the experts each, or a share of each expert; None for one
             rank.
-        chosen: experts that the next forwards with gradients take, int32 ``[T, k]``; None chooses
-            the best, and so does an engine that runs the layer in another thread.
-        forced: experts that all forwards outside of engines take, in the same form; -1 where the
-            layer chooses.
-        noted: where forwards leave the experts that they took, in the same form; None for nowhere.
+        forced: experts that all forwards outside of engines take, int32 ``[T, k]``; -1 where the
+            layer chooses. None chooses the best.
     """
 
-    chosen: Tensor | None = None
     forced: Tensor | None = None
-    noted: list[Tensor] | None = None
 
     def __init__(
         self, config: Any, model: ModelConfig, submodules: MLPSubmodules, **_: Any
@@ -245,12 +249,13 @@ def mixture(layer: Any, hidden_states: Tensor, padding_mask: Tensor | None) -> T
     """
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
     live = None if padding_mask is None else ~padding_mask.t().reshape(-1)
-    chosen = layer.chosen if torch.is_grad_enabled() else None
+    chosen = leaving.chosen.get(id(layer)) if torch.is_grad_enabled() else None
     if layer.forced is not None and not torch.is_inference_mode_enabled():
         chosen = layer.forced  # an engine's forwards are in that mode
     routing = routing_of(layer, tokens, live=live, chosen=chosen)
-    if layer.noted is not None:
-        layer.noted.append(routing.ids)
+    noted = leaving.noted.get(id(layer))
+    if noted is not None:
+        noted.append(routing.ids)
     if leaving.to is not None:
         leaving.to(layer, routing.ids)
     ranks, hidden = layer.ranks, _linear(tokens, layer.fc1_latent_proj)

@@ -27,7 +27,7 @@ from megatron_async.request.request import Rollout
 from megatron_async.request.rollouts import RolloutBatch, batch_of
 from megatron_async.runner.memory.cache_attention import CacheAttention
 from megatron_async.sampling_params import SamplingParams
-from megatron_async.training import ExactNumerics, exact_numerics
+from megatron_async.training import ExactNumerics, exact_numerics, forced_routing
 from megatron_async.training.routing import expert_layers, noted_experts
 from tests.support.engines import config_at
 from tests.support.stock_model import stock_model
@@ -491,9 +491,11 @@ def test_forwards_that_would_not_be_exact_are_refused() -> None:
             model(tokens, None, None)
 
 
-def test_threads_have_values_of_their_own() -> None:
-    """Another thread's forward runs between the two hooks of this one's."""
-    model, tokens = model_of("dense", torch.float32), torch.arange(12).view(2, 1, 6)
+@pytest.mark.parametrize("name", ("dense", "experts"))
+def test_threads_have_values_of_their_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread's forward runs between the two hooks of this one's, and in the middle of each
+    forward of the engine."""
+    model, tokens = model_of(name, torch.float32), torch.arange(12).view(2, 1, 6)
     found: list[Tensor] = []
 
     @torch.no_grad()
@@ -506,12 +508,69 @@ def test_threads_have_values_of_their_own() -> None:
             other.start()
             other.join()
 
-    with exact_numerics(model):
+    with exact_numerics(model) as exact:
         forward(tokens[1])
         forward(tokens[0])
         model.decoder.register_forward_hook(in_another_thread)
         forward(tokens[0])
-    assert found[2].equal(found[0]) and found[3].equal(found[1])
+        assert found[2].equal(found[0]) and found[3].equal(found[1])
+        of_prompts = exact._whole._forward
+
+        def with_another(*arguments: Any) -> Tensor:
+            in_another_thread()
+            return of_prompts(*arguments)
+
+        monkeypatch.setattr(exact._whole, "_forward", with_another)
+        forward(tokens[0])
+    assert found[4].equal(found[0]) and found[-1].equal(found[1])
+
+
+def test_experts_are_stacked_once(
+    megatron_trains_on_a_cpu: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Opened for each update, it leaves parameters where an optimizer or a graph has them."""
+    model, places = model_of("stock experts", torch.float32), []
+    for _ in range(2):
+        with exact_numerics(model):
+            places.append([parameter.data_ptr() for parameter in model.parameters()])
+            model(torch.arange(8)[None], torch.arange(8)[None], None)
+    assert places[0] == places[1] and not caplog.records
+
+
+@pytest.mark.parametrize("name", ("experts", "stock experts"))
+@pytest.mark.parametrize("recomputed", (None, "full"))
+def test_forced_routing_at_the_same_time_is_refused(
+    name: str, recomputed: str | None, megatron_trains_on_a_cpu: None
+) -> None:
+    model, ids = trained(model_of(name, torch.float32)), torch.arange(8)[None]
+    model.config.recompute_granularity = recomputed
+    model.config.recompute_method, model.config.recompute_num_layers = "uniform", 1
+    routed = torch.tensor([0, 1], dtype=torch.int16).expand(1, 8, 2, 2)
+    with exact_numerics(model):
+        values = model(ids, ids, None)
+        with forced_routing(model, routed), pytest.raises(ConfigError, match="close one of them"):
+            model(ids, ids, None)
+        assert torch.equal(model(ids, ids, None), values)
+
+
+def test_masks_that_engines_do_not_have_are_refused(megatron_trains_on_a_cpu: None) -> None:
+    """megatron's masks are true where a token is not seen."""
+    model, ids = model_of("stock", torch.float32), torch.arange(8).expand(2, 8)
+    causal = torch.ones(2, 1, 8, 8, dtype=torch.bool).triu(1)
+    padded, in_front, blocks, ahead = (causal.clone() for _ in range(4))
+    padded[1, ..., 5:] = True
+    in_front[1, ..., :3] = True
+    blocks[:, :, 4:, :4] = True
+    ahead[1, 0, 2, 3] = False
+    with exact_numerics(model):
+        values = model(ids, ids, None)
+        assert torch.equal(model(ids, ids, causal), values)
+        assert torch.equal(model(ids, ids, padded), values)
+        for wrong in (in_front, blocks, ahead):
+            with pytest.raises(ConfigError, match="attention_mask is not causal"):
+                model(ids, ids, wrong)
+        with pytest.raises(ConfigError, match="give input_ids alone"):
+            model(ids, ids, None, decoder_input=torch.zeros(8, 2, 64))
 
 
 def test_experts_whose_parameters_have_moved_are_refused(megatron_trains_on_a_cpu: None) -> None:
