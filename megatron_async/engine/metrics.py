@@ -161,6 +161,8 @@ class EngineCounters:
         taken = [(len(t) - 1, w - 1) for t, w in zip(rows, windows, strict=False) if t]
         count_drafts(self.drafted_by_position, (drafts for _, drafts in taken))
         count_drafts(self.accepted_by_position, (accepted for accepted, _ in taken))
+        places = len(self.drafted_by_position)
+        self.accepted_by_position += [0] * (places - len(self.accepted_by_position))
         return sum(drafts for _, drafts in taken)
 
     def weights_changed(self, version: int) -> None:

@@ -248,11 +248,12 @@ def test_only_the_last_versions_are_counted() -> None:
         counters.weights_changed(version)
     counters.weights_changed(99)
     assert counters.drafts_by_version == {
-        version: DraftCounts((version + 1,) * 3, (version + 1,) * 2) for version in (5, 6, 7)
+        version: DraftCounts((version + 1,) * 3, (version + 1, version + 1, 0))
+        for version in (5, 6, 7)
     }
     assert len(counters.weight_starts) == KEPT_VERSIONS
     shown = counters.to_dict(first_version=10)
-    assert shown["drafts_by_version"]["17"] == {"drafted": [8, 8, 8], "accepted": [8, 8]}
+    assert shown["drafts_by_version"]["17"] == {"drafted": [8, 8, 8], "accepted": [8, 8, 0]}
 
 
 def test_rows_that_cannot_be_are_refused() -> None:
