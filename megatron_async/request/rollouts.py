@@ -86,18 +86,22 @@ def routed_experts_of(rollouts: Sequence[Rollout]) -> Tensor:
 
     Returns:
         int16 ``[B, T, layers, top_k]``, and -1 where no forward was over a token: for the last one
-        of a rollout, and for padding.
+        of a rollout, for padding, and for a rollout that was aborted before it ran.
 
     Raises:
-        RequestError: there is no rollout, or one has no routed experts.
+        RequestError: there is no rollout, or one with generated tokens has no routed experts.
     """
-    known = [each.routed_experts for each in rollouts]
-    if not known or any(each is None for each in known):
+    known = {row: each.routed_experts for row, each in enumerate(rollouts)}
+    known = {row: routed for row, routed in known.items() if routed is not None}
+    if not known or any(
+        each.generated_tokens and row not in known for row, each in enumerate(rollouts)
+    ):
         raise RequestError(
             "a rollout has no routed experts; add all requests with return_routed_experts=True"
         )
+    sizes = next(iter(known.values())).shape[1:]
     shape = len(rollouts), max(len(rollout.tokens) for rollout in rollouts)
-    routed = torch.full((*shape, *known[0].shape[1:]), NO_EXPERT, dtype=torch.int16)
-    for row, each in enumerate(known):
+    routed = torch.full((*shape, *sizes), NO_EXPERT, dtype=torch.int16)
+    for row, each in known.items():
         routed[row, : len(each)] = torch.from_numpy(each)
     return routed

@@ -203,8 +203,14 @@ def test_all_rollouts_of_a_batch_must_have_them() -> None:
         num_tokens_to_generate=2, return_log_probs=True, return_routed_experts=True
     )
     with DynamicInferenceEngine(ServedModel(network=GPTNetwork(model)), config) as engine:
+        aborted = engine.add_request(9, [1, 2, 3], params)
+        engine.abort_request(9)
         (one,) = engine.generate([[1, 2]], params)
+        without = aborted.result(0).rollout()  # it ended before a forward was over it
+    routed = routed_experts_of([without, one.rollout()])
+    assert bool((routed[0] == -1).all()) and routed.shape[:2] == (2, 4)
+    assert torch.equal(routed[1, :3], torch.from_numpy(one.routed_experts))
     other = dataclasses.replace(one.rollout(), routed_experts=None)
-    for some in ([], [one.rollout(), other]):
+    for some in ([], [without], [one.rollout(), other]):
         with pytest.raises(RequestError, match="return_routed_experts=True"):
             routed_experts_of(some)
