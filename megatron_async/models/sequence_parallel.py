@@ -1,7 +1,8 @@
 """Sequence parallelism, which is for training: an engine runs a model without it, and leaves it on.
 
 Tokens of an inference step are few, and of many requests: each tensor-parallel rank has all of
-them. What a trainer does between two steps finds the model as it was built."""
+them, and so has each rank of those that have some of the experts. What a trainer does between two
+steps finds the model as it was built."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ from typing import Any
 
 import torch
 
-_NAMES = ("sequence_parallel", "reduce_scatter_embeddings")
-"""Attributes of megatron-core's modules and configs that say that a sequence is divided."""
+_NAMES = ("sequence_parallel", "reduce_scatter_embeddings", "has_own_tokens")
+"""Attributes of megatron-core's modules and configs that say that a sequence is divided, and of
+adapted layers whose experts are spread over ranks."""
 
 
 class WithoutSequenceParallel:

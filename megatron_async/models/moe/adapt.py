@@ -57,6 +57,9 @@ class AdaptedMoELayer(MegatronMoELayer):  # type: ignore[misc]
     """Ranks that have some of the experts each, or a share of each; None for one rank."""
     forced: Tensor | None = None
     """As that of ``MoELayer``; in training nobody reads it."""
+    has_own_tokens = False
+    """Ranks that have some of the experts each have tokens of their own, which megatron's forward
+    exchanges: outside of an engine's forwards, see ``models/sequence_parallel.py``."""
 
     def forward(
         self,
@@ -67,7 +70,7 @@ class AdaptedMoELayer(MegatronMoELayer):  # type: ignore[misc]
     ) -> Any:
         """As ``MoELayer`` of this package; as megatron's in training, and where each rank has
         tokens of its own, as in a trainer's evaluation."""
-        if self.training or self.config.sequence_parallel:
+        if self.training or self.config.sequence_parallel or self.has_own_tokens:
             return super().forward(hidden_states, intermediate_tensors, padding_mask, **kwargs)
         return mixture(self, hidden_states, padding_mask), None
 
@@ -138,6 +141,7 @@ def adapt_experts(layer: Any) -> None:
         return
     mlp.__class__ = AdaptedMoELayer
     mlp.__dict__["ranks"] = ranks_of(mlp.config)
+    mlp.__dict__["has_own_tokens"] = mlp.config.expert_model_parallel_size > 1
     mlp.settings = router_settings(mlp.config)
     mlp.activation = _activation(mlp.config)
     if mlp.shared_experts is not None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from filelock import FileLock
 
+from megatron_async import megatron_compat as compat
 from megatron_async.checkpoint.load import load_pretrained
 from megatron_async.errors import ConfigError
 from megatron_async.models.build import build_random_model
@@ -230,6 +231,7 @@ def test_ranks_of_an_engine_keep_the_padding_of_the_vocabulary(
 
 def test_ranks_that_divide_sequences_evaluate_as_megatrons() -> None:
     """Each has tokens of its own there, and what engines add up is of the same tokens."""
+    compat.ensure_parallel_state()
     model = GPTNetwork(test_moe.stock_model(test_moe.CONFIG)).model
     model.config.sequence_parallel = True
     inside = without_sequence_parallel(model)
@@ -240,6 +242,22 @@ def test_ranks_that_divide_sequences_evaluate_as_megatrons() -> None:
         assert layer(hidden) == "megatron's"
         with inside, torch.no_grad():
             assert layer(hidden)[0].shape == hidden.shape
+
+
+def test_ranks_that_have_some_experts_each_evaluate_as_megatrons() -> None:
+    compat.ensure_parallel_state()
+    model = GPTNetwork(test_moe.stock_model(test_moe.CONFIG)).model
+    layer: Any = next(each for each in model.modules() if isinstance(each, AdaptedMoELayer))
+    assert without_sequence_parallel(model) is None
+    layer.has_own_tokens = True  # as with expert_model_parallel_size=2
+    inside = without_sequence_parallel(model)
+    assert inside is not None
+    hidden = torch.randn(5, 1, layer.config.hidden_size)
+    with mock.patch.object(MegatronMoELayer, "forward", return_value="megatron's"):
+        assert layer(hidden) == "megatron's"
+        with inside, torch.no_grad():
+            assert layer(hidden)[0].shape == hidden.shape
+        assert layer(hidden) == "megatron's"
 
 
 def test_weights_that_want_gradients_give_the_same_bits() -> None:
