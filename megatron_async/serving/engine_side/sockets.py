@@ -45,10 +45,11 @@ class Sockets:
 
     def wait(self, until: float) -> bool:
         """Whether something has come by a time of ``time.monotonic``."""
-        came = self._poller.poll(math.ceil(max(0.0, until - time.monotonic()) * 1000))
+        came = bool(self._poller.poll(math.ceil(max(0.0, until - time.monotonic()) * 1000)))
+        # A wake may have come behind the poll, while another thread had Python's lock.
         with contextlib.suppress(BlockingIOError):
-            self._wakes.recv(MESSAGES_AT_ONCE)
-        return bool(came)
+            came |= bool(self._wakes.recv(MESSAGES_AT_ONCE))
+        return came
 
     def wake(self) -> None:
         """End a :meth:`wait`, from any thread."""

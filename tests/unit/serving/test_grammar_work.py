@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from megatron_async.errors import QueueFullError, RequestError
 from megatron_async.sampling_params import CheckedParams, SamplingParams
 from megatron_async.serving.engine_side.grammar_work import MOST_WAITING, GrammarWork
 from megatron_async.serving.engine_side.live_requests import ConnectedFrontEnd
+from megatron_async.serving.engine_side.sockets import Sockets
 from megatron_async.serving.messages import Endpoint, Generate, Output
 from tests.support.engines import hash_engine
 from tests.support.hash_tokenizer import hash_tokenizer
@@ -176,3 +178,24 @@ def test_an_error_that_nobody_expects_is_the_requests() -> None:
     (compiled,) = work.take()
     assert "cannot be compiled" in str(compiled.error)
     work.close()
+
+
+def test_a_wake_behind_the_poll_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that compiles may be done, and have Python's lock till then, just when a poll of the
+    main thread has found nothing."""
+    sockets = Sockets(Endpoint(str(tmp_path), b"secret"))
+    try:
+        assert not sockets.wait(0.0)
+
+        class Late:
+            def poll(self, milliseconds: int) -> list[Any]:
+                sockets.wake()
+                return []
+
+        monkeypatch.setattr(sockets, "_poller", Late())
+        assert sockets.wait(0.0)
+    finally:
+        sockets.hang_up()
+        sockets.close()
