@@ -67,10 +67,11 @@ def _options(temperature: float, top_k: int, top_p: float) -> Options:
     """Inverse temperature, top-k and top-p as an engine's tables have them."""
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
     try:
-        inverse, most, mass, *_ = request_values(params.checked(), seed=0)
+        values: Any = request_values(params.checked(), seed=0)
     except RequestError as error:
         raise ConfigError(str(error)) from None
-    return float(inverse), int(most), float(mass)
+    found: Options = values[:3]
+    return found
 
 
 class _LogProbs(torch.autograd.Function):

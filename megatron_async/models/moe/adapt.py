@@ -201,7 +201,8 @@ def _stacked_before(parameters: list[Any]) -> Tensor | None:
         )
         if not is_row:
             return None
-    return first.as_strided((len(parameters), *first.shape), (size, *first.stride()))
+    stacked: Tensor = first.as_strided((len(parameters), *first.shape), (size, *first.stride()))
+    return stacked
 
 
 def _activation(config: Any) -> ExpertActivation:
