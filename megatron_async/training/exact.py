@@ -50,8 +50,14 @@ def exact_numerics(
         What ends it, by ``close`` or as a context.
 
     Raises:
-        ConfigError: the model has dropout, or a part that cannot be served.
+        ConfigError: the model has dropout, or a part that cannot be served, or an option is wrong.
     """
+    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
+        raise ConfigError(f"max_tokens={max_tokens!r} must be an integer of at least 1")
+    if recurrent_state_dtype not in (None, "float32", "bfloat16"):
+        raise ConfigError(
+            f"recurrent_state_dtype={recurrent_state_dtype!r} must be float32 or bfloat16"
+        )
     return ExactNumerics(
         unwrapped(model), max_tokens=max_tokens, recurrent_state_dtype=recurrent_state_dtype
     )
@@ -136,6 +142,8 @@ class ExactNumerics:
             )
         _check_mask(given.get("attention_mask"))
         lengths = _lengths(token_ids, given.get("position_ids"), given.get("packed_seq_params"))
+        if getattr(model, "position_embedding_type", None) == "learned_absolute":
+            _check_learned(lengths, given.get("position_ids"))
         logits, experts = self._whole.logits(token_ids.flatten(), lengths)
         logits = logits.view(*token_ids.shape, -1)
         self._current.value = logits if labels is None else -self.log_probs(logits, labels)
@@ -273,6 +281,17 @@ def _lengths(token_ids: Tensor, position_ids: Tensor | None, packed: Any) -> lis
                 "token, and say by packed_seq_params where packed sequences begin"
             )
     return [columns] * rows
+
+
+def _check_learned(lengths: list[int], position_ids: Tensor | None) -> None:
+    """Raise where a model with learned positions would take others than the engine."""
+    if position_ids is None:
+        return
+    counted = torch.cat([torch.arange(length) for length in lengths]).to(position_ids.device)
+    if position_ids.numel() == len(counted) and not torch.equal(position_ids.flatten(), counted):
+        raise ConfigError(
+            "exact_numerics: position_ids of packed sequences must count from 0 in each of them"
+        )
 
 
 def _share_of(value: Tensor, output: Tensor) -> Tensor:

@@ -462,6 +462,27 @@ def test_what_is_no_model_is_refused(model: Any) -> None:
         exact_numerics(model)
 
 
+@pytest.mark.parametrize(
+    "wrong", ({"max_tokens": 0}, {"max_tokens": "x"}, {"recurrent_state_dtype": "float15"})
+)
+def test_wrong_options_are_refused(wrong: dict[str, Any]) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(ConfigError, match=f"{name}={value!r} must be"):
+        exact_numerics(model_of("dense", torch.float32), **wrong)
+
+
+def test_learned_positions_of_packed_sequences_are_the_engines() -> None:
+    """Its values would be of other embeddings than its gradients."""
+    ends = torch.tensor([0, 5, 8], dtype=torch.int32)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+    model, ids = model_of("gpt2", torch.float32), torch.arange(8)[None]
+    with exact_numerics(model):
+        counted = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
+        model(ids, counted, None, packed_seq_params=packed)
+        with pytest.raises(ConfigError, match="must count from 0 in each of them"):
+            model(ids, ids, None, packed_seq_params=packed)
+
+
 def test_a_model_has_exact_numerics_once() -> None:
     model = model_of("dense", torch.float32)
     with exact_numerics(model), pytest.raises(ConfigError, match="already; close them first"):
