@@ -142,7 +142,7 @@ class ExactNumerics:
             )
         _check_mask(given.get("attention_mask"))
         lengths = _lengths(token_ids, given.get("position_ids"), given.get("packed_seq_params"))
-        if getattr(model, "position_embedding_type", None) == "learned_absolute":
+        if model.position_embedding_type == "learned_absolute":
             _check_learned(lengths, given.get("position_ids"))
         logits, experts = self._whole.logits(token_ids.flatten(), lengths)
         logits = logits.view(*token_ids.shape, -1)
