@@ -21,8 +21,8 @@ from megatron_async.cli.main import build_parser
 from megatron_async.version import __version__
 
 ROOT = Path(__file__).parents[2]
-MOST_BYTES = 8_000_000
-"""Of the wheel: 6.2 MB are the weights of ``tiny``, 1.2 MB all else."""
+MOST_BYTES = 8_250_000
+"""Of the wheel: 6.2 MB are the weights of ``tiny``, 1.8 MB all else."""
 README = (ROOT / "README.md").read_text()
 
 

@@ -361,13 +361,13 @@ def test_inputs_in_e4m3_are_tuned_apart(
             return sum(10.0 + config.stages for config in configs.values())
 
     monkeypatch.setattr(timed_step, "Rig", Quantized)
-    command = ["tune", "--shape", "llama8b", "--batch-sizes", "16,32", "--quantize-activations"]
+    command = ["tune", "--shape", "llama8b", "--batch-sizes", "8,32", "--quantize-activations"]
     assert main(command) == 2
     assert "add it" in capsys.readouterr().err
     assert main([*command, "--quantization", "fp8"]) == 0
     assert "weights in e4m3, and inputs" in capsys.readouterr().out
     found = {problem: config for problem, config in load_tuned("A GPU").items()}
-    assert {(p.rows, p.e4m3_inputs) for p in found} == {(16, False), (32, True)}
+    assert {(p.rows, p.e4m3_inputs) for p in found} == {(8, False), (32, True)}
     made = Quantized(None, 32, quantize=True, quantize_activations=True).gemms.values()
     changed = [gemm for gemm in made if gemm.case(32) in found]
     assert changed
