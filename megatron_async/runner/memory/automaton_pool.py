@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_async.device.memory import GIB
+from megatron_async.device.memory import GIB, is_out_of_memory
 from megatron_async.device.protocol import Device
 from megatron_async.runner.extras_tables import ExtrasTables
 from megatron_async.sampling.automata import BYTES, DEAD, FORCED, Automata
@@ -119,7 +119,9 @@ def open_pool(
     try:
         with device.inline():
             pool = AutomatonPool(token_bytes, budget, tables.addresses)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         logger.warning("grammars are followed on the host, since a pool does not fit: %s", error)
         return None
     if pool.tables is None:

@@ -4,6 +4,7 @@ ends of masks from the host and of serial decoding, at every depth, with every e
 from __future__ import annotations
 
 import re
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,24 @@ def test_a_pool_without_room_is_no_pool() -> None:
     asked = [SamplingParams(structured_outputs={"regex": "[a-f]{9}"}, num_tokens_to_generate=4)]
     _, counters = decoded(1, 0, asked, guided_automata_bytes=pool_of(0))
     assert counters.host_masks.total() == 4
+
+
+def test_a_pool_that_the_memory_does_not_hold_is_no_pool() -> None:
+    """Of a CPU too, whose allocator raises another error than a GPU's."""
+    asked = [SamplingParams(structured_outputs={"regex": "[a-f]{9}"}, num_tokens_to_generate=4)]
+    with hash_engine(
+        1, tokenizer=hash_tokenizer(), max_requests=1, block_count=30,
+        guided_automata_bytes=1 << 32,
+    ) as engine:  # fmt: skip
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 31), limits[1]))
+        try:
+            (request,) = engine.generate([[1, 2]], asked)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+        assert re.fullmatch("[a-f]{4,9}", request.generated_text or "")
+        assert engine.counters.host_masks.keys() == {HostMasks.POOL}
 
 
 def test_what_is_asked_of_one_engine_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
