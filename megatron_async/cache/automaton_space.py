@@ -6,9 +6,7 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 from megatron_async.errors import IntegrityError
-
-DEAD_STATE = 0
-"""The pool's first state is nobody's: no token may come there, and nothing leads out of it."""
+from megatron_async.step.extras import DEAD_STATE
 
 
 class Place(NamedTuple):

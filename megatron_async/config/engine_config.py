@@ -34,8 +34,8 @@ SPECULATIVE_METHODS = ("mtp", "ngram", "grammar")
 GUIDED_ROWS = ("wait", "sit_out")
 MAX_GIB = 2**30
 MAX_COUNT = 2**31 - 1
-MAX_AUTOMATA_BYTES = 1 << 36
 """The largest count of tokens and of blocks: packets hold them as int32."""
+MAX_AUTOMATA_BYTES = 1 << 36
 
 
 def check_integer(name: str, value: object, low: int | None = None, high: int | None = None) -> int:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-DEAD = 0
-FORCED = 8
-"""Tokens that a state may know to follow."""
+from megatron_async.step.extras import DEAD_STATE, MOST_FORCED
+
+DEAD, FORCED = DEAD_STATE, MOST_FORCED
 BYTES = 256
 
 

@@ -26,6 +26,12 @@ PROMPT_LOG_PROB_WORDS = LOG_PROB_WORDS + 2
 """A position of a prompt has its token's rank besides, and the entropy of what it was chosen from,
 a float as its bits."""
 
+DEAD_STATE = 0
+"""The first state of the pool of token automata, which no grammar has: no token may come there, and
+nothing leads out of it."""
+MOST_FORCED = 8
+"""Tokens that a state of an automaton may know to follow."""
+
 
 class Extras(NamedTuple):
     """The extras of one request. The defaults ask for nothing.

@@ -13,10 +13,11 @@ from megatron_async.grammar.automata.expressions import Node, NotCoveredError, T
 from megatron_async.grammar.automata.nfa import Nfa
 from megatron_async.grammar.automata.regex import parsed
 from megatron_async.grammar.automata.schema import of_schema, whitespace_of
-from megatron_async.grammar.automata.table import FORCED, TokenAutomaton, byte_size_of
+from megatron_async.grammar.automata.table import TokenAutomaton, byte_size_of
 from megatron_async.grammar.compiler import CompiledGrammar
 from megatron_async.grammar.matcher import MOST_FORCED_BYTES, Forced, Masks, Matcher, spelled
 from megatron_async.grammar.spec import StructuredOutputs
+from megatron_async.step.extras import MOST_FORCED
 
 MOST_PROVEN_WORDS = 1 << 25
 """Words of the library's masks that a proof compares at most: with 152,000 ids 3,500 states."""
@@ -87,13 +88,13 @@ def _forced(
     """See :attr:`TokenAutomaton.forced`."""
     ways = (transitions >= 0).sum(axis=1)
     only = np.where((ways == 1) & ~accepting, (transitions >= 0).argmax(axis=1), -1).tolist()
-    found = np.full((len(transitions), FORCED), -1, np.int32)
+    found = np.full((len(transitions), MOST_FORCED), -1, np.int32)
     for state in range(len(transitions)):
         data, at = bytearray(), state
         while only[at] >= 0 and len(data) <= MOST_FORCED_BYTES:
             data.append(only[at])
             at = int(transitions[at, only[at]])
         ends = bool(accepting[at]) and not ways[at] and len(data) <= MOST_FORCED_BYTES
-        tokens = spelled(Forced(bytes(data), ends), masks)[:FORCED]
+        tokens = spelled(Forced(bytes(data), ends), masks)[:MOST_FORCED]
         found[state, : len(tokens)] = tokens
     return found

@@ -8,9 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_async.grammar.automata.trie import walked
-
-FORCED = 8
-"""Tokens that are kept of what a state forces."""
+from megatron_async.step.extras import MOST_FORCED
 
 
 @dataclass(frozen=True)
@@ -22,8 +20,9 @@ class TokenAutomaton:
         accepting: bool ``[states]``: the text may end here.
         text: int32 ``[states, W]``: masks of the tokens of text that may come; bit id % 32 of word
             id // 32. Tokens that end a text are not in it.
-        forced: int32 ``[states, FORCED]``: where there is one way to go on, its first tokens as the
-            tokenizer writes them, and the token that ends the text if one alone does; -1 behind.
+        forced: int32 ``[states, MOST_FORCED]``: where there is one way to go on, its first tokens
+            as the tokenizer writes them, and the token that ends the text if one alone does; -1
+            behind.
     """
 
     transitions: npt.NDArray[np.int16]
@@ -44,4 +43,4 @@ class TokenAutomaton:
 
 def byte_size_of(states: int, words: int) -> int:
     """What the tables of ``states`` take, with masks of ``words``."""
-    return states * (2 * 256 + 1 + 4 * words + 4 * FORCED)
+    return states * (2 * 256 + 1 + 4 * words + 4 * MOST_FORCED)

@@ -13,10 +13,11 @@ import pytest
 
 from megatron_async.grammar.automata import build, dfa, nfa, proof
 from megatron_async.grammar.automata.build import automaton_of
-from megatron_async.grammar.automata.table import FORCED, TokenAutomaton, byte_size_of
+from megatron_async.grammar.automata.table import TokenAutomaton, byte_size_of
 from megatron_async.grammar.matcher import Matcher
 from megatron_async.grammar.spec import StructuredOutputs
 from megatron_async.serving.chat.tool_choice import structured_outputs_for
+from megatron_async.step.extras import MOST_FORCED
 from tests.support.guided_tokens import SCHEMAS as FUNCTIONS
 from tests.unit.grammar.test_grammar import COMPILERS
 
@@ -106,7 +107,7 @@ def walk(name: str, table: TokenAutomaton, rng: random.Random, **spec: Any) -> i
         expected = table.text[state] | (masks.stops if table.accepting[state] else 0)
         assert (row == expected).all()
         forced = tuple(token for token in table.forced[state].tolist() if token >= 0)
-        assert forced == matcher.forced_tokens()[:FORCED]
+        assert forced == matcher.forced_tokens()[:MOST_FORCED]
         bits = np.unpackbits(table.text[state].view(np.uint8), bitorder="little")
         tokens = np.flatnonzero(bits).tolist()
         if not tokens:
@@ -172,7 +173,7 @@ def test_a_table_has_its_documented_form() -> None:
     assert table.transitions.shape == (3, 256) and table.transitions.dtype == np.int16
     assert table.accepting.tolist() == [False, False, True]
     assert table.text.shape == (3, words) and table.text.dtype == np.int32
-    assert table.forced.shape == (3, FORCED) and table.forced.dtype == np.int32
+    assert table.forced.shape == (3, MOST_FORCED) and table.forced.dtype == np.int32
     assert table.byte_size == byte_size_of(3, words)
     assert [table.after(0, data) for data in (b"", b"a", b"ac", b"acc", b"b")] == [0, 1, 2, -1, -1]
 

@@ -7,8 +7,9 @@ from collections import Counter
 
 import pytest
 
-from megatron_async.cache.automaton_space import DEAD_STATE, AutomatonSpace
+from megatron_async.cache.automaton_space import AutomatonSpace
 from megatron_async.errors import IntegrityError
+from megatron_async.step.extras import DEAD_STATE
 
 
 def test_no_two_grammars_have_a_state_in_common() -> None:
