@@ -40,10 +40,8 @@ def hash_engine(
     **values: Any,
 ) -> DynamicInferenceEngine:
     """An engine over the hash model, with debug checks on; ``draft`` is a network that drafts for
-    it. A request may have all tokens of the model, however small the cache is. Grammars are
-    followed on the host unless ``values`` say otherwise."""
+    it. A request may have all tokens of the model, however small the cache is."""
     values.setdefault("debug", True)
-    values.setdefault("guided_automata_bytes", 0)
     model = model or HashModel(device_name)
     values.setdefault("max_sequence_length", model.max_sequence_length)
     drafts = getattr(model, "num_speculative_tokens", 0)

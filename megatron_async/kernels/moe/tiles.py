@@ -23,7 +23,6 @@ _AN_SM = 3
 over 32 rows."""
 _MOST_SPLITS, _MOST_STAGES = 16, 12
 
-
 CHOICE_ROWS = 4
 """Rows, and warps, of a program that chooses in a kernel of its own."""
 MOST_TOGETHER = 32

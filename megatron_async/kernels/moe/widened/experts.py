@@ -29,9 +29,9 @@ LEAST_16_BIT_ROWS = 33
 """Rows of a step with weights in bfloat16: with fewer the Triton kernels are quicker (Qwen3-30B-A3B
 on an H200, us a layer at 32 and 64 rows: 296 and 359, and 269 and 383 of theirs)."""
 _LEAST_E4M3_ROWS = 2
-"""As quick as the one kernel of ``row.py``, or quicker, on an H200, us a layer: of Qwen3-30B-A3B in
-e4m3 45 and 49 at two rows, 60 and 94 at four, but 35 and 23 at one; of GPT-OSS-20B in MXFP4 39 and
-44 at one row, 84 and 201 at four."""
+"""At one row the one kernel of ``row.py`` is quicker. Qwen3-30B-A3B in e4m3 on an H200, us a layer
+at one, two and four rows: 41, 51 and 66, of which the router took 13 and takes 7 since, beside 23,
+49 and 94 in one kernel. GPT-OSS-20B in MXFP4 at one and four rows: 39 and 84 beside 44 and 201."""
 _PASSES = (32, 24, 16, 8)
 """Rows of an expert that are computed at once, as many as fit into shared memory."""
 _MOST_EXPERTS, _MOST_PLACES = 512, 16
