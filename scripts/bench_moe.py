@@ -11,8 +11,8 @@ that it takes, with its own error, also as three launches; ``widened`` are the l
 that experts in e4m3 and MXFP4 have, and of many rows in bfloat16 (``kernels/moe/widened``).
 ``error`` is the largest difference from the reference in units of the largest value; above 2e-2 the
 exit status is 1. ``--sweep`` times other tiles too, of the kernels that a model has, and says which
-won. With ``--scale-columns N`` weights are e4m3, and N columns of a row share a scale, or with 0 all
-of them; with ``--mxfp4`` they are MXFP4.
+won. With ``--scale-columns N`` weights are e4m3, and N columns of a row share a scale, or with 0
+all of them; with ``--mxfp4`` they are MXFP4.
 
     python scripts/bench_moe.py --tokens 65,128,256,1024,4096
 
