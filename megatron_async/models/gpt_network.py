@@ -183,6 +183,11 @@ class GPTNetwork(Network):
 
     def kernels_of(self, rows: list[int], context: Any) -> Iterator[Work]:
         """See ``Network.kernels_of``."""
+        if self.batch_invariant:
+            from megatron_async.kernels.gemm.invariant_skinny import work_of
+            from megatron_async.models.invariant_products import products_of
+
+            yield from work_of(products_of(self.model), rows, self.device)
         if self._fused is not None:
             yield from self._fused.kernels_of(rows, context)
         if self._fused_mtp is not None:
@@ -191,6 +196,11 @@ class GPTNetwork(Network):
 
     def prepare(self, rows: list[int], context: Any) -> None:
         """Compile what decoding ``rows`` rows needs, ahead of their capture."""
+        if self.batch_invariant and self.device.type == "cuda":
+            from megatron_async.kernels.gemm.invariant_skinny import load
+            from megatron_async.models.invariant_products import products_of
+
+            load(products_of(self.model), rows, self.device)
         if self._fused is not None and context.gemm_autotune_seconds:
             from megatron_async.models.fused.autotune import tune_and_keep
 

@@ -182,13 +182,16 @@ def _product_with_swiglu(mlp: Any, x: Tensor) -> Tensor | None:
     """What an MLP's second layer gets, by one kernel; None where that must be its modules'."""
     from megatron_async.kernels.gemm.batch_invariant import linear_swiglu
 
+    return linear_swiglu(x, mlp.linear_fc1.weight) if multiplies_with_swiglu(mlp) else None
+
+
+def multiplies_with_swiglu(mlp: Any) -> bool:
+    """Whether a module is an MLP whose first product and activation may be one kernel."""
     if type(mlp) is not MLP or type(mlp.activation_func) is not SwiGLU:
-        return None
+        return False
     first, activation = mlp.linear_fc1, mlp.activation_func
     plain = type(first) is ColumnParallelLinear and first.bias is None
-    if not plain or activation.feeds is not None or _watched(first, activation):
-        return None
-    return linear_swiglu(x, first.weight)
+    return plain and activation.feeds is None and not _watched(first, activation)
 
 
 def _segments_of(linear: Any, x: Tensor, norm: Any) -> Tensor | None:

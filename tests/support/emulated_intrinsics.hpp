@@ -119,6 +119,8 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __expf(float v) { return std::exp(v); }
+inline float power_of_two(float v) { return std::exp2(v); }
+inline float quotient(float a, float b) { return a / b; }
 inline float __uint_as_float(u32 v) {
   float r;
   std::memcpy(&r, &v, 4);

@@ -29,6 +29,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from megatron_async.kernels.fitting import launch_fitting
+from megatron_async.kernels.gemm import invariant_skinny as skinny
 from megatron_async.kernels.gemm.invariant_sums_triton import (
     join_kernel,
     prefetch,
@@ -176,6 +177,10 @@ def find_tiles(device: torch.device, dtype: torch.dtype) -> None:
     _same[device, dtype] = tuple(same)
     if has_async_products(limit) and _is_wide_same(values):
         _wide.add((device, dtype))
+    if dtype is torch.bfloat16:
+        other = skinny.find_products(device, values, _expected_of_few)
+        if other is not None:
+            logger.warning("%s has other bits by CUDA on this GPU: it is not used", other)
 
 
 def _is_wide_same(values: Callable[..., Tensor]) -> bool:
@@ -193,6 +198,13 @@ def _is_wide_same(values: Callable[..., Tensor]) -> bool:
             logger.warning("products by TMA have other bits on this GPU: they are not used")
             return False
     return True
+
+
+def _expected_of_few(x: Tensor, weight: Tensor, asked: skinny.Product) -> Tensor:
+    from megatron_async.kernels.norm.swiglu import swiglu
+
+    found = product(x, weight.t(), None, HALF_TILE)
+    return swiglu(found) if asked.gated else found
 
 
 def choose_tile(
@@ -288,6 +300,9 @@ def matmul_by_row(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         size, most = segment_size(depth, segments), multiprocessors(a.device)
         out = wide_product(flat, b, bias, segments, size, most)
         return out.view(*a.shape[:-1], columns)
+    of_few = skinny.multiply(flat, b.t(), segments, bias)
+    if of_few is not None:
+        return of_few.view(*a.shape[:-1], columns)
     tile, split = choose_tile(a.device, a.dtype, rows, columns, 1, segments)
     return product(flat, b, bias, tile, split).view(*a.shape[:-1], columns)
 
@@ -297,7 +312,7 @@ def segments_by_row(a: Tensor, b: Tensor) -> Tensor | None:
     no kernel would leave them. ``a`` has rows."""
     (depth, columns), flat = b.shape, a.reshape(-1, b.shape[0]).contiguous()
     segments = segments_of(a.dtype, columns, depth)
-    if segments == 1 or is_wide(flat, b):
+    if segments == 1 or is_wide(flat, b) or skinny.takes(flat, b.t(), segments):
         return None
     tile, split = choose_tile(a.device, a.dtype, flat.shape[0], columns, 1, segments)
     if not split:

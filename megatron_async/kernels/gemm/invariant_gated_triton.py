@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_async.kernels.fitting import launch_fitting
+from megatron_async.kernels.gemm import invariant_skinny as skinny
 from megatron_async.kernels.gemm.batch_invariant_triton import (
     GROUP_M,
     Tile,
@@ -125,6 +126,9 @@ def gated_by_row(a: Tensor, b: Tensor) -> Tensor:
     depth, columns = b.shape[0], b.shape[1] // 2
     flat = a.reshape(-1, depth).contiguous()
     rows, pdl = flat.shape[0], uses_pdl(a.device)
+    of_few = skinny.multiply(flat, b.t(), 1, gated=True)
+    if of_few is not None:
+        return of_few.view(*a.shape[:-1], columns)
     out = torch.empty((rows, columns), dtype=a.dtype, device=a.device)
     if is_wide(flat, b):
         most = min(multiprocessors(a.device), tiles(rows, 2 * columns))

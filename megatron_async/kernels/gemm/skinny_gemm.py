@@ -36,6 +36,9 @@ ALONE_BYTES = 116 * 1024
 :func:`alone_ctas` on), but not more: started while the kernel before still runs, two of them would
 else share one SM and others have none."""
 
+MOST_INPUT_MAPS = 4096
+"""Inputs, by address and rows, whose TMA maps are kept."""
+
 
 class MmaArguments(NamedTuple):
     """Parameters of ``skinny_gemm_mma.cu``, in order."""
@@ -198,6 +201,8 @@ class SkinnyGemm:
         scale_columns: 0 for bfloat16 weights; of e4m3 weights, columns that share a scale in a
             row: 32, 64, 128 or ``k``.
         e4m3_inputs: x is e4m3 as well, with a scale for each row; of weights that have such alone.
+        rounded: with epilogue ``SILU_GATE``, both halves are rounded to bfloat16 first, and SiLU has
+            the bits of ``norm/swiglu.py``.
     """
 
     def __init__(
@@ -213,11 +218,12 @@ class SkinnyGemm:
         sends: Sending | None = None,
         scale_columns: int = 0,
         e4m3_inputs: bool = False,
+        rounded: bool = False,
     ) -> None:
         sm_count, limit = cuda.sm_count(device.index or 0), block_limit(device)
         macros = defines(
             n, k, rows, norm, epilogue, norm_statistics, config, sm_count, limit, scale_columns,
-            e4m3_inputs,
+            e4m3_inputs, rounded,
         )  # fmt: skip
         macros |= {} if sends is None else sends.macros
         self._sends = sends
@@ -325,6 +331,8 @@ class SkinnyGemm:
             raise TypeError(f"{self._config.kernel}: x must be {wanted}, not {x.dtype}")
         key, row = (x.data_ptr(), x.shape[0]), self._k * x.element_size()
         if key not in self._x_maps:
+            if len(self._x_maps) == MOST_INPUT_MAPS:  # launches and graphs have copies
+                self._x_maps.clear()
             columns = E4M3_STAGE_K if self._e4m3_inputs else STAGE_K
             tile = [columns, 8 * row_groups(self._rows)]
             self._x_maps[key] = cuda.tensor_map(x, [self._k, x.shape[0]], [row], tile)
@@ -348,6 +356,7 @@ def defines(
     limit: int = SHARED_BYTES,
     scale_columns: int = 0,
     e4m3_inputs: bool = False,
+    rounded: bool = False,
 ) -> dict[str, int]:
     """Macros of the kernel that ``config`` configures, for a GPU whose CTAs have ``limit`` bytes of
     shared memory."""
@@ -368,6 +377,8 @@ def defines(
         macros |= {"W8": 1, "SCALE_COLUMNS": scale_columns}
     if e4m3_inputs:
         macros |= {"X8": 1}
+    if rounded:
+        macros |= {"ROUNDED": 1}
     return macros
 
 

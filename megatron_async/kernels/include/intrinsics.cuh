@@ -19,6 +19,19 @@ __device__ __forceinline__ u32 mul2(u32 a, u32 b) {
   return r;
 }
 
+// A power of two and a quotient with the bits of Triton's exp2 and division: __expf and __fdividef let
+// small numbers be 0.
+__device__ __forceinline__ float power_of_two(float v) {
+  float r;
+  asm("ex2.approx.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+__device__ __forceinline__ float quotient(float a, float b) {
+  float r;
+  asm("div.full.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+
 // Brings a line of constants near before anybody waits for it.
 __device__ __forceinline__ void touch(const void* p) {
   u32 unused;

@@ -6,6 +6,8 @@
 //             of RMSNorm x is multiplied by the weight already, and 1 / rms scales the result
 //   EPILOGUE  0 store, 1 add to the residual stream and emit its partial statistics,
 //             2 SiLU(gate) * up, 3 GELU (tanh), 4 GELU (erf), 5 square of ReLU
+//   ROUNDED   1: of EPILOGUE 2, both halves are rounded as a product that is stored, and SiLU has the bits
+//             of norm/swiglu.py
 //   STATS     of EPILOGUE 1: 1 for RMSNorm, where the stream times the next norm's weight is stored too,
 //             2 for LayerNorm
 //   SPLIT_K   CTAs that share K. Partial sums are added in a fixed order: with WORKSPACE 0 by a cluster,
@@ -40,6 +42,9 @@
 //   take(r, mt, v)  accumulators of the warp's tile r and rows 8 * mt .. of x: row g of x, columns 2t,
 //             2t + 1 of the tile's upper, then of its lower half
 
+#ifndef ROUNDED
+#define ROUNDED 0
+#endif
 #ifndef SENDS
 #define SENDS 0
 #endif
@@ -99,6 +104,7 @@ static_assert(K % STAGE_K == 0 && K_STAGES >= SPLIT_K * WK, "shape");
 static_assert(FRAGMENTS % OWN == 0 && OWNERS <= CLUSTER, "every fragment has an owner");
 static_assert(TILES % STAT_TILES == 0 && OWN % STAT_TILES == 0, "statistics");
 static_assert(!PERSISTENT || (WK * SPLIT_K == 1 && EPILOGUE != 1), "a persistent CTA keeps its ring busy");
+static_assert(!ROUNDED || GATED, "what is rounded on its way");
 static_assert(!SENDS || (EPILOGUE == 0 && N % 16 == 0), "what is sent");
 static_assert(!X8 || (SCALES_ROWS && NORM == 0), "x is multiplied as it is, and sums are scaled");
 static_assert(!WORKSPACE || WK == 1, "partial sums in the workspace are of whole CTAs");
@@ -117,3 +123,10 @@ __device__ __forceinline__ float activate(float v) {
   return v;
 #endif
 }
+
+#if ROUNDED
+__device__ __forceinline__ float as_stored(float v) { return low(pack(v, 0.f)); }
+__device__ __forceinline__ float silu_as_triton(float v) {
+  return quotient(v, __fadd_rn(1.f, power_of_two(__fmul_rn(-v, 1.4426950408889634f))));
+}
+#endif

@@ -49,7 +49,11 @@
 #elif GATED
     float gated[2];
 #pragma unroll
+#if ROUNDED
+    for (int j = 0; j < 2; j++) gated[j] = silu_as_triton(as_stored(v[j])) * as_stored(v[j + 2]);
+#else
     for (int j = 0; j < 2; j++) gated[j] = __fdividef(v[j], 1.f + __expf(-v[j])) * v[j + 2];
+#endif
     if (m < M) *(u32*)into = pack(gated[0], gated[1]);
 #else
 #pragma unroll

@@ -1,0 +1,217 @@
+"""Products of few rows in one order of K, by ``skinny_gemm_wgmma.cu``.
+
+It streams a weight once, and has its first tiles come in while the kernel in front still runs. Its
+instructions add columns of K up in their order, as those that Triton makes do, and of CTAs that
+share K each has a segment of it. So a row has the bits of ``batch_invariant_triton.py``; whether it
+has on a GPU is looked at once there (:func:`find_products`). Only what :func:`load` has loaded is
+used: nothing is compiled for a product that is waited for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_async.kernels import compile as cuda
+from megatron_async.kernels.compile import KernelTooLargeError
+from megatron_async.kernels.gemm.skinny_gemm import SkinnyGemm, defines
+from megatron_async.kernels.gemm.tile_config import (
+    MAX_ROWS,
+    NO_NORM,
+    SILU_GATE,
+    STAGE_K,
+    STORE,
+    GemmProblem,
+    TileConfig,
+    padded,
+)
+from megatron_async.kernels.gemm.untuned.ranking import ranked
+from megatron_async.kernels.shared_memory import block_limit
+
+Work = tuple[str, dict[str, int]]
+"""A kernel's source, and its macros."""
+
+LEAST_ROWS = 8
+"""A kernel for fewer would be the same."""
+MOST_COLUMNS = 65536
+"""Of a wider weight tiles of Triton's kernels keep all multiprocessors busy."""
+
+
+class Product(NamedTuple):
+    """A product with a weight ``[columns, depth]`` in bfloat16.
+
+    Args:
+        segments: of K, that are added up one after the other.
+        gated: SwiGLU is applied to it: the result has half the columns.
+    """
+
+    columns: int
+    depth: int
+    segments: int
+    gated: bool = False
+
+
+_loaded: dict[tuple[torch.device, Product, int], SkinnyGemm] = {}
+"""By GPU, product and padded rows."""
+_same: set[torch.device] = set()
+"""GPUs on which they have the bits of Triton's kernels."""
+
+
+def padded_rows(rows: int) -> int:
+    """The rows that a kernel for ``rows`` rows is compiled for."""
+    return max(LEAST_ROWS, padded(rows))
+
+
+@functools.cache
+def tile_config(product: Product, rows: int, sm_count: int, limit: int) -> TileConfig | None:
+    """How it is computed for padded ``rows`` on such a GPU: of the configs in which each CTA has one
+    segment of K in order, the one that should be quickest; None if there is none.
+
+    Partial sums go through clusters: a workspace would be shared by all streams.
+    """
+    columns, depth, segments, gated = product
+    if columns > MOST_COLUMNS or depth % (segments * STAGE_K) or (gated and columns % 16):
+        return None
+    problem = GemmProblem(rows, columns, depth, NO_NORM, SILU_GATE if gated else STORE)
+    for config in ranked(problem, tma=True, sm_count=sm_count, limit=limit):
+        if config.tma and config.split_k == segments and not config.workspace:
+            return config
+    return None
+
+
+def work_of(
+    products: Iterable[Product], rows: Iterable[int], device: torch.device
+) -> Iterator[Work]:
+    """The kernels that :func:`load` loads."""
+    for product, size, config in _configured(products, rows, device):
+        macros = defines(
+            product.columns, product.depth, size, NO_NORM, _epilogue(product), 0, config,
+            cuda.sm_count(device.index or 0), block_limit(device), rounded=product.gated,
+        )  # fmt: skip
+        yield config.kernel, macros
+
+
+def load(products: Iterable[Product], rows: Iterable[int], device: torch.device) -> None:
+    """Compile and load what computes these products for these numbers of rows, where there is a
+    kernel. It waits for compilers."""
+    products = list(products)
+    rows = list(rows)
+    cuda.compile_together(
+        list(work_of(products, rows, device)), cuda.architecture(device.index or 0)
+    )
+    for product, size, config in _configured(products, rows, device):
+        key = _with_index(device), product, size
+        if key in _loaded:
+            continue
+        try:
+            _loaded[key] = SkinnyGemm(
+                product.columns, product.depth, size, NO_NORM, _epilogue(product), 0, config,
+                device, rounded=product.gated,
+            )  # fmt: skip
+        except KernelTooLargeError:
+            continue
+
+
+def _configured(
+    products: Iterable[Product], rows: Iterable[int], device: torch.device
+) -> Iterator[tuple[Product, int, TileConfig]]:
+    if not _runs(device):
+        return
+    sizes = sorted({padded_rows(count) for count in rows if 0 < count <= MAX_ROWS})
+    for product in dict.fromkeys(products):
+        for size in sizes:
+            config = tile_config(
+                product, size, cuda.sm_count(device.index or 0), block_limit(device)
+            )
+            if config is not None:
+                yield product, size, config
+
+
+def _runs(device: torch.device) -> bool:
+    index = device.index or 0
+    return device.type == "cuda" and cuda.unavailable(index) is None and cuda.has_wgmma(index)
+
+
+def _epilogue(product: Product) -> int:
+    return SILU_GATE if product.gated else STORE
+
+
+def _with_index(device: torch.device) -> torch.device:
+    return torch.device(device.type, device.index or 0)
+
+
+def multiply(
+    x: Tensor, weight: Tensor, segments: int, bias: Tensor | None = None, *, gated: bool = False
+) -> Tensor | None:
+    """``x weight^T + bias`` for contiguous x ``[rows, K]`` and a weight ``[columns, K]``, in this
+    many segments of K; with ``gated`` its SwiGLU.
+
+    Returns:
+        bfloat16 ``[rows, columns]``, of SwiGLU half the columns; None where no kernel was loaded for
+        such a product.
+    """
+    gemm = _kernel_for(x, weight, segments, gated=gated)
+    if gemm is None:
+        return None
+    columns = weight.shape[0] // 2 if gated else weight.shape[0]
+    out = x.new_empty(x.shape[0], columns)
+    gemm(x, weight, out, bias=bias)
+    return out
+
+
+def takes(x: Tensor, weight: Tensor, segments: int, *, gated: bool = False) -> bool:
+    """Whether :func:`multiply` computes it."""
+    return _kernel_for(x, weight, segments, gated=gated) is not None
+
+
+def _kernel_for(x: Tensor, weight: Tensor, segments: int, *, gated: bool) -> SkinnyGemm | None:
+    rows, device = x.shape[0], _with_index(x.device)
+    if device not in _same or not 0 < rows <= MAX_ROWS:
+        return None
+    if x.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16:
+        return None
+    if not weight.is_contiguous() or (x.data_ptr() | weight.data_ptr()) % 16:
+        return None
+    product = Product(*weight.shape, segments, gated)
+    return _loaded.get((device, product, padded_rows(rows)))
+
+
+ROWS = (8, 16, 32, 48, 64)
+"""Numbers of rows, of which each has instructions of its own."""
+EXAMINED = (Product(2048, 2048, 2), Product(4096, 1024, 1, gated=True), Product(4096, 1024, 1))
+
+
+def find_products(
+    device: torch.device,
+    values: Callable[..., Tensor],
+    expected: Callable[[Tensor, Tensor, Product], Tensor],
+) -> str | None:
+    """Look once whether products have the bits of ``expected`` on a GPU: they are used if so.
+
+    Args:
+        values: random numbers in bfloat16, of a shape.
+        expected: of x, a weight and what is asked of them.
+
+    Returns:
+        What has other bits; None if nothing has, or there are no such products here.
+    """
+    device = _with_index(device)
+    if device in _same:
+        return None
+    load(EXAMINED, ROWS, device)
+    examined = [(product, rows) for at, product, rows in _loaded if at == device]
+    _same.add(device)
+    for product, rows in examined:
+        x, weight = values(rows, product.depth), values(product.columns, product.depth)
+        out = multiply(x, weight, product.segments, gated=product.gated)
+        assert out is not None
+        if not torch.equal(out, expected(x, weight, product)):
+            _same.discard(device)
+            return f"{product} of {rows} rows"
+    if not examined:
+        _same.discard(device)
+    return None

@@ -1,0 +1,29 @@
+"""Products of a model in batch-invariant mode whose kernels are compiled for few rows alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from megatron_async.kernels.gemm.invariant_skinny import Product
+
+
+def products_of(model: torch.nn.Module) -> Iterator[Product]:
+    """What decode steps may multiply by, each once: matrices in bfloat16. Not all of them are
+    multiplied by, as an embedding is not."""
+    from megatron_async.kernels.gemm.batch_invariant_triton import segments_of
+    from megatron_async.models.spec import multiplies_with_swiglu
+
+    gated = {
+        id(module.linear_fc1.weight) for module in model.modules() if multiplies_with_swiglu(module)
+    }
+    seen: dict[Product, None] = {}
+    for weight in model.parameters():
+        if weight.dim() != 2 or weight.dtype is not torch.bfloat16:
+            continue
+        segments = segments_of(weight.dtype, *weight.shape)
+        product = Product(*weight.shape, segments, gated=id(weight) in gated and segments == 1)
+        if product not in seen:
+            seen[product] = None
+            yield product
