@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -15,15 +16,15 @@ def products_of(model: torch.nn.Module) -> Iterator[Product]:
     from megatron_async.kernels.gemm.batch_invariant_triton import segments_of
     from megatron_async.models.spec import multiplies_with_swiglu
 
-    gated = {
-        id(module.linear_fc1.weight) for module in model.modules() if multiplies_with_swiglu(module)
-    }
-    seen: dict[Product, None] = {}
+    mlps: list[Any] = [each for each in model.modules() if multiplies_with_swiglu(each)]
+    gated = {id(mlp.linear_fc1.weight) for mlp in mlps}
+    seen: set[Product] = set()
     for weight in model.parameters():
         if weight.dim() != 2 or weight.dtype is not torch.bfloat16:
             continue
-        segments = segments_of(weight.dtype, *weight.shape)
-        product = Product(*weight.shape, segments, gated=id(weight) in gated and segments == 1)
+        columns, depth = weight.shape
+        segments = segments_of(weight.dtype, columns, depth)
+        product = Product(columns, depth, segments, id(weight) in gated and segments == 1)
         if product not in seen:
-            seen[product] = None
+            seen.add(product)
             yield product

@@ -29,7 +29,7 @@ from megatron_async.kernels.gemm.tile_config import (
     TileConfig,
     padded,
 )
-from megatron_async.kernels.gemm.untuned.ranking import ranked
+from megatron_async.kernels.gemm.untuned.ranking import ranked_in_order
 from megatron_async.kernels.shared_memory import block_limit
 
 Work = tuple[str, dict[str, int]]
@@ -37,8 +37,9 @@ Work = tuple[str, dict[str, int]]
 
 LEAST_ROWS = 8
 """A kernel for fewer would be the same."""
-MOST_COLUMNS = 65536
-"""Of a wider weight tiles of Triton's kernels keep all multiprocessors busy."""
+LEAST_COLUMNS, MOST_COLUMNS = 512, 65536
+"""Of a narrower weight no CTAs would keep a GPU busy; of a wider one tiles of Triton's kernels do
+as well."""
 
 
 class Product(NamedTuple):
@@ -68,19 +69,17 @@ def padded_rows(rows: int) -> int:
 
 @functools.cache
 def tile_config(product: Product, rows: int, sm_count: int, limit: int) -> TileConfig | None:
-    """How it is computed for padded ``rows`` on such a GPU: of the configs in which each CTA has one
-    segment of K in order, the one that should be quickest; None if there is none.
+    """How it is computed for padded ``rows`` on such a GPU: as should be quickest of what gives
+    each CTA one segment of K, in order; None if nothing does.
 
     Partial sums go through clusters: a workspace would be shared by all streams.
     """
     columns, depth, segments, gated = product
-    if columns > MOST_COLUMNS or depth % (segments * STAGE_K) or (gated and columns % 16):
+    if columns > MOST_COLUMNS or columns < LEAST_COLUMNS or depth % (segments * STAGE_K):
         return None
     problem = GemmProblem(rows, columns, depth, NO_NORM, SILU_GATE if gated else STORE)
-    for config in ranked(problem, tma=True, sm_count=sm_count, limit=limit):
-        if config.tma and config.split_k == segments and not config.workspace:
-            return config
-    return None
+    found = ranked_in_order(problem, segments, sm_count=sm_count, limit=limit)
+    return found[0] if found else None
 
 
 def work_of(
@@ -151,8 +150,8 @@ def multiply(
     many segments of K; with ``gated`` its SwiGLU.
 
     Returns:
-        bfloat16 ``[rows, columns]``, of SwiGLU half the columns; None where no kernel was loaded for
-        such a product.
+        bfloat16 ``[rows, columns]``, of SwiGLU half the columns; None where no kernel was loaded
+        for such a product.
     """
     gemm = _kernel_for(x, weight, segments, gated=gated)
     if gemm is None:
@@ -176,7 +175,8 @@ def _kernel_for(x: Tensor, weight: Tensor, segments: int, *, gated: bool) -> Ski
         return None
     if not weight.is_contiguous() or (x.data_ptr() | weight.data_ptr()) % 16:
         return None
-    product = Product(*weight.shape, segments, gated)
+    columns, depth = weight.shape
+    product = Product(columns, depth, segments, gated)
     return _loaded.get((device, product, padded_rows(rows)))
 
 

@@ -201,8 +201,8 @@ class SkinnyGemm:
         scale_columns: 0 for bfloat16 weights; of e4m3 weights, columns that share a scale in a
             row: 32, 64, 128 or ``k``.
         e4m3_inputs: x is e4m3 as well, with a scale for each row; of weights that have such alone.
-        rounded: with epilogue ``SILU_GATE``, both halves are rounded to bfloat16 first, and SiLU has
-            the bits of ``norm/swiglu.py``.
+        rounded: with epilogue ``SILU_GATE``, both halves are rounded to bfloat16 first, and SiLU
+            has the bits of ``norm/swiglu.py``.
     """
 
     def __init__(

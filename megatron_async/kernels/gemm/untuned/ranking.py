@@ -87,6 +87,9 @@ AHEAD, AHEAD_BYTES = 0.97, 2.34e6
 for most of that."""
 BALANCE = 0.7
 """Mean CTAs of an SM, as a share of the most that one has: with fewer none was among the best."""
+LARGE, SHARED_SM = 25.0, 0.96
+"""Of :func:`ranked_in_order`: microseconds from which on CTAs that share an SM were quicker than
+estimated, and the share of the estimate."""
 UNEVEN = 0.79
 """CTAs more than the mean on some SM, where there is room for one more on each."""
 
@@ -250,6 +253,25 @@ def ranked(
     if not costs and problem.e4m3_inputs and tma:
         costs = {config: -config.ctas(problem.n) for config in _small(problem, limit)}
     return tuple(sorted(costs, key=costs.__getitem__))
+
+
+def ranked_in_order(
+    problem: GemmProblem, split_k: int, *, sm_count: int, limit: int = SHARED_BYTES
+) -> list[TileConfig]:
+    """wgmma configs by their estimated time in which ``split_k`` CTAs of a cluster share K, with
+    any number of tiles: small weights too, which fill no GPU."""
+    costs: dict[TileConfig, float] = {}
+    for row_tiles in range(1, 17):
+        shape = TileConfig(row_tiles, 1, 1, split_k, 2, stream_x=True, tma=True)
+        shape = shape._replace(persistent=shape.ctas(problem.n) > 4 * sm_count)
+        for resident in range(1, 5):
+            config = _deepest(problem, shape, resident, limit)
+            if config is None or config in costs:
+                continue
+            us = estimated_us(problem, config, sm_count, limit)
+            shares = us > LARGE and config.ctas(problem.n) > sm_count
+            costs[config] = SHARED_SM * us if shares else us
+    return sorted(costs, key=costs.__getitem__)
 
 
 def short_ranking(
