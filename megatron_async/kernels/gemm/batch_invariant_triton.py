@@ -66,6 +66,8 @@ class Tile(NamedTuple):
 
 NARROW = 2048
 """GEMMs with no more columns get narrow tiles, so that more programs share the reading."""
+FEW_COLUMNS, FEW_ROWS = 8192, 256
+"""Of such products programs with smaller tiles read more in all, and end sooner."""
 GROUP_M = 16
 """Tiles of rows that run together with the same columns, which they share in the L2 cache."""
 HALF_TILE = Tile(64, 64, 128, num_warps=4, num_stages=4)
@@ -100,7 +102,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def segments_of(dtype: torch.dtype, columns: int, depth: int) -> int:
     """How many segments K has: for few columns and a large K programs must share it to be enough.
     Part of what a row's bits are, so the number of rows must not be asked for."""
-    if dtype is torch.float32 or columns > 8192:
+    if dtype is torch.float32 or columns > FEW_COLUMNS:
         return 1
     if depth >= 8192:
         return 4
@@ -210,14 +212,17 @@ def _expected_of_few(x: Tensor, weight: Tensor, asked: skinny.Product) -> Tensor
 def choose_tile(
     device: torch.device, dtype: torch.dtype, rows: int, columns: int, count: int, segments: int = 1
 ) -> tuple[Tile, bool]:
-    """The largest tile that gives 2 of 3 multiprocessors work, for ``count`` products, and whether
-    each segment has a program of its own."""
+    """The largest tile that gives enough multiprocessors work, for ``count`` products, and whether
+    each segment has a program of its own. Enough is 2 of 3, or for small products 4 programs for
+    3."""
     same = _same.get((device, dtype), ())
     may_split = segments > 1 and count == 1 and rows <= MOST_SPLIT
+    is_small = count == 1 and columns <= FEW_COLUMNS and rows <= FEW_ROWS
+    thirds = 4 if is_small else 2
     for tile in same:
         if tile.m > 64 and rows <= 64:
             continue
-        enough = 2 * multiprocessors(device)
+        enough = thirds * multiprocessors(device)
         tiles = 3 * count * triton.cdiv(rows, tile.m) * triton.cdiv(columns, tile.n)
         holds = segments == 1 or tile.m * tile.n <= WIDEST_SUM
         if tiles >= enough and holds:

@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_async.kernels.fitting import launch_fitting
 from megatron_async.kernels.gemm import invariant_skinny as skinny
@@ -23,13 +22,12 @@ from megatron_async.kernels.gemm.batch_invariant_triton import (
     choose_tile,
     is_wide,
     lines_ahead,
-    multiprocessors,
+    matmul_by_row,
     segments_of,
     smaller,
 )
 from megatron_async.kernels.gemm.invariant_sums_triton import prefetch
-from megatron_async.kernels.gemm.invariant_wide_triton import BLOCK_K, BLOCK_M, BLOCK_N, tiles
-from megatron_async.kernels.norm.swiglu import gated
+from megatron_async.kernels.norm.swiglu import gated, swiglu
 from megatron_async.kernels.pdl import pdl_enter, uses_pdl
 
 
@@ -80,34 +78,6 @@ def _gated_kernel(
     tl.store(out_ptr + out_at, out.to(dtype), mask=in_rows & in_columns)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _wide_gated_kernel(
-    a_desc, b_desc, out_ptr, rows, columns, depth,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-):  # fmt: skip
-    """See ``invariant_wide_triton.py``."""
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    row_tiles, column_tiles = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
-    per_group = GROUP_M * column_tiles
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    for tile in tl.range(program, row_tiles * column_tiles, programs, flatten=True):
-        first_tile = tile // per_group * GROUP_M
-        side_by_side = tl.minimum(row_tiles - first_tile, GROUP_M)
-        m = (first_tile + tile % per_group % side_by_side) * BLOCK_M
-        n = tile % per_group // side_by_side * BLOCK_N
-        gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for k in range(0, depth, BLOCK_K):
-            a = a_desc.load([m, k])
-            gate = tl.dot(a, b_desc.load([n, k]).T, gate)
-            up = tl.dot(a, b_desc.load([n + columns, k]).T, up)
-        out = gated(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32))
-        at_m, at_n = m + tl.arange(0, BLOCK_M), n + tl.arange(0, BLOCK_N)
-        out_at = at_m.to(tl.int64)[:, None] * columns + at_n[None, :]
-        is_one = (at_m < rows)[:, None] & (at_n < columns)[None, :]
-        tl.store(out_ptr + out_at, out.to(dtype), mask=is_one)
-
-
 def takes_gated(a: Tensor, b: Tensor) -> bool:
     """Whether :func:`gated_by_row` takes these: numbers of 16 bits, and K in one segment."""
     depth, columns = b.shape
@@ -125,15 +95,13 @@ def gated_by_row(a: Tensor, b: Tensor) -> Tensor:
     :func:`takes_gated` takes: ``[..., F]``."""
     depth, columns = b.shape[0], b.shape[1] // 2
     flat = a.reshape(-1, depth).contiguous()
+    if is_wide(flat, b):  # its largest tile has half the columns of a fused one's
+        return swiglu(matmul_by_row(a, b))
     rows, pdl = flat.shape[0], uses_pdl(a.device)
     of_few = skinny.multiply(flat, b.t(), 1, gated=True)
     if of_few is not None:
         return of_few.view(*a.shape[:-1], columns)
     out = torch.empty((rows, columns), dtype=a.dtype, device=a.device)
-    if is_wide(flat, b):
-        most = min(multiprocessors(a.device), tiles(rows, 2 * columns))
-        _wide_gated(flat, b, out, most)
-        return out.view(*a.shape[:-1], columns)
 
     def launch(tile: Tile) -> None:
         half = tile.n // 2
@@ -148,13 +116,3 @@ def gated_by_row(a: Tensor, b: Tensor) -> Tensor:
     tile, _ = choose_tile(a.device, a.dtype, rows, 2 * columns, 1)
     launch_fitting("batch-invariant product with SwiGLU", tile, smaller, launch)
     return out.view(*a.shape[:-1], columns)
-
-
-def _wide_gated(a: Tensor, b: Tensor, out: Tensor, programs: int) -> None:
-    half = BLOCK_N // 2
-    _wide_gated_kernel[(programs,)](
-        TensorDescriptor.from_tensor(a, [BLOCK_M, BLOCK_K]),
-        TensorDescriptor.from_tensor(b.t(), [half, BLOCK_K]),
-        out, a.shape[0], out.shape[1], a.shape[1], BLOCK_M=BLOCK_M, BLOCK_N=half, BLOCK_K=BLOCK_K,
-        GROUP_M=GROUP_M, num_warps=8, num_stages=4,
-    )  # fmt: skip

@@ -97,8 +97,9 @@ def work_of(
 def load(products: Iterable[Product], rows: Iterable[int], device: torch.device) -> None:
     """Compile and load what computes these products for these numbers of rows, where there is a
     kernel. It waits for compilers."""
-    products = list(products)
-    rows = list(rows)
+    if not _runs(device):
+        return
+    products, rows = list(products), list(rows)
     cuda.compile_together(
         list(work_of(products, rows, device)), cuda.architecture(device.index or 0)
     )

@@ -124,15 +124,18 @@ def test_a_tile_is_as_large_as_gives_all_multiprocessors_work(
         (4096, 4096, 1, 1, (128, 256, False)),
         (4096, 4096, 1, 4, (128, 128, False)),
         (512, 4096, 1, 1, (128, 128, False)),
-        (256, 4096, 1, 1, (128, 64, False)),
-        (128, 4096, 1, 1, (64, 64, False)),
-        (128, 4096, 1, 4, (128, 128, True)),
+        (256, 6144, 1, 1, (128, 64, False)),
+        (256, 4096, 1, 1, (64, 64, False)),
+        (256, 4096, 1, 4, (128, 128, True)),
+        (128, 6144, 1, 1, (64, 64, False)),
+        (128, 4096, 1, 2, (64, 64, True)),
+        (128, 4096, 1, 4, (128, 64, True)),
         (128, 28672, 1, 1, (128, 256, False)),
         (64, 28672, 1, 1, (64, 128, False)),
-        (32, 6144, 1, 2, (64, 128, True)),
-        (32, 4096, 1, 2, (64, 64, True)),
-        (1, 4096, 1, 4, (64, 128, True)),
-        (8, 6144, 1, 1, (64, 64, False)),
+        (32, 6144, 1, 2, (64, 64, True)),
+        (32, 4096, 1, 2, (64, 32, True)),
+        (1, 4096, 1, 4, (64, 64, True)),
+        (8, 6144, 1, 1, (64, 32, False)),
         (8, 256, 1, 1, (64, 32, False)),
         (8, 256, 1, 2, (64, 32, True)),
         (2, 1536, 128, 1, (64, 128, False)),
@@ -250,7 +253,7 @@ def test_interpreted_swiglu_of_a_product_is_that_of_its_numbers(
     assert torch.equal(gated.gated_by_row(x[None, 5:6], weight.t()), expected[None, 5:6])
     for module in (gated, products):
         monkeypatch.setattr(module, "is_wide", lambda a, b: True)
-        monkeypatch.setattr(module, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(products, "multiprocessors", lambda device: 2)
     assert torch.equal(gated.gated_by_row(x, weight.t()), expected)
 
 
