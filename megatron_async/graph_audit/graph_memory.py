@@ -119,23 +119,28 @@ class _Seen(TorchDispatchMode):
         super().__init__()
         self._graph, self._held = graph, held
         self._given: set[int] = set()
-        self._made: set[int] = set()
         """Addresses of storages."""
+        self._made: dict[int, int] = {}
+        """Ends of storages by their addresses."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten.lift_fresh.default:  # made of Python's numbers just now
-            self._made.add(args[0].untyped_storage().data_ptr())
+            self._has_made(args[0])
         self.launch(args)
         self.launch(kwargs.values())
         result = func(*args, **kwargs)
         for tensor in _tensors_in((result,)):
-            storage = tensor.untyped_storage().data_ptr()
-            if storage not in self._given:
-                self._made.add(storage)
+            if tensor.untyped_storage().data_ptr() not in self._given:
+                self._has_made(tensor)
         return result
+
+    def _has_made(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        begin = storage.data_ptr()
+        self._made[begin] = max(self._made.get(begin, 0), begin + storage.nbytes())
 
     def launch(self, arguments: Iterable[Any]) -> None:
         """Note the arguments of an operator or a kernel."""
@@ -144,7 +149,8 @@ class _Seen(TorchDispatchMode):
                 self._note(argument)
             else:
                 place = Place(argument.address, argument.address + argument.nbytes)
-                self._held.setdefault(place, Held(self._graph, "a descriptor", None))
+                if not any(a <= place.begin and place.end <= b for a, b in self._made.items()):
+                    self._held.setdefault(place, Held(self._graph, "a descriptor", None))
 
     def _note(self, tensor: Tensor) -> None:
         place = Place.of(tensor)

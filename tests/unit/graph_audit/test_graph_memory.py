@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_async.graph_audit.audit import _Cover, _Union
 from megatron_async.graph_audit.graph_memory import GraphMemory, Place
+from megatron_async.kernels.compile import TensorMap
 from megatron_async.kernels.launch_watch import watch
 from tests.support.interpreter import on_devices
 
@@ -41,6 +42,23 @@ def test_tensors_that_come_in_are_held_and_those_that_are_made_are_not() -> None
     before = dict(memory.held)
     run()  # a replay has the addresses of the first run
     assert memory.held == before and len(held(memory)) == 5 and memory.graphs == 1
+
+
+def test_a_descriptor_counts_unless_the_capture_made_its_tensor() -> None:
+    given, kept = torch.ones(8, 4), list[Tensor]()
+
+    def described(tensor: Tensor) -> TensorMap:
+        return TensorMap(None, tensor.data_ptr(), tensor.nbytes)
+
+    def work() -> None:
+        made = torch.zeros(8, 4)
+        kept.append(made)
+        assert watch.seen is not None
+        watch.seen([described(given[2:]), described(made), described(made[1:7])])
+
+    memory = GraphMemory()
+    memory.watched(work, "work")()
+    assert held(memory) == {given[2:].data_ptr(): 6 * 16}
 
 
 def test_a_strided_tensor_reaches_from_its_first_element_to_its_last() -> None:
