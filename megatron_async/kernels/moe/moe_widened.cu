@@ -11,7 +11,7 @@
 //   GATED, FUNCTION, HAS_LIMIT   see ExpertActivation; FUNCTION is in moe_activation.cuh
 //   ROWS       of the step, at most; PASS of them are in shared memory at once; of an expert with
 //              more the others come in further passes
-//   THREADS, ST   of a CTA; steps of 2,048 bytes that each warp has on their way
+//   THREADS, ST   of a CTA; steps of 2,048 bytes that each warp has on their way, at most those of a tile
 //
 // Rows of the step that one expert has are next to each other in shared memory. A product of a row has all its columns in one warp, in order, so its bits do not depend on other rows.
 
@@ -36,10 +36,10 @@
 #define HALF_COLUMNS (4 * VALUES)  // of half a step, a vector of each lane
 #define MOST_UNITS ((HELD < ROWS * TOP_K ? HELD : ROWS * TOP_K) + ROWS * TOP_K / PASS)
 #define SCALE_TILE (16 * SCALE_BYTES)
-#define SCALE_TILES (ST / STEPS + 2)  // those that are on their way, and the one that is used
+#define AHEAD (ST < STEPS ? ST : STEPS)
 #define RING_AT (PASS * X_ROW)
-#define SCALES_AT (RING_AT + WARPS * ST * 2048)
-#define SCHEDULE_AT (SCALES_AT + WARPS * SCALE_TILES * SCALE_TILE)
+#define SCALES_AT (RING_AT + WARPS * AHEAD * 2048)
+#define SCHEDULE_AT (SCALES_AT + WARPS * 2 * SCALE_TILE)  // of the tile that is used, and the next one
 
 static_assert(!(W8 && W4) && K % (W4 ? 64 : 16) == 0 && OUT % 16 == 0 && PASS % 8 == 0 && PASS <= 32,
               "sizes");
@@ -94,53 +94,59 @@ struct Arguments {
   Out* out;
 };
 
-// A warp's loads of weights, ST steps ahead of their use.
+// A warp's loads of weights, AHEAD steps ahead of their use: a tile's last ones are of the next tile.
 struct Loads {
   Cursor at;
-  const char *own, *below;  // what is loaded next of the lane's rows of the tile
-  int step, stage, buffer;
-  u32 ring, scales;
+  const char* own;  // what is loaded next of the lane's first row of the tile
+  bool is_there;    // a tile that is loaded
+  u32 ring, scales;  // of the lane, and of the warp
+  u32 buffer;        // where the tile's scales are, behind `scales`
 
-  // Row `g` of the tile, counted in rows of all experts; what is below it is `apart` rows on.
-  __device__ __forceinline__ static size_t first_row(const Schedule& s, const Cursor& at, int g) {
-    const size_t expert = s.experts[s.units[at.unit] & 0xffff];
-    return expert * (OUT * (1 + HAS_HALVES)) + (size_t)at.tile_of_unit() * OF_TILE + g;
+  static const int apart = HAS_HALVES ? INNER : 8;  // rows to the lane's second one
+
+  // Row `g` of the tile, counted in rows of all experts.
+  __device__ __forceinline__ static u32 first_row(const Schedule& s, const Cursor& at, int g) {
+    const u32 expert = s.experts[s.units[at.unit] & 0xffff];
+    return expert * (OUT * (1 + HAS_HALVES)) + at.tile_of_unit() * OF_TILE + g;
   }
-  static const int apart = HAS_HALVES ? INNER : 8;
 
-  __device__ __forceinline__ void next(const Arguments& given, const Schedule& s) {
+  // Asks for the tile's scales.
+  __device__ __forceinline__ void begin(const Arguments& given, const Schedule& s) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    if (at.is_there()) {
-      if (step == 0) {
-        own = given.w + first_row(s, at, g) * ROW_BYTES + t * 16, below = own + (size_t)apart * ROW_BYTES;
-        const char* from = (const char*)given.scale + first_row(s, at, 0) * SCALE_BYTES;
-        const u32 into = scales + buffer * SCALE_TILE;
-        for (int i = lane; i < SCALE_TILE / 16; i += 32) {
-          const bool is_below = i >= SCALE_TILE / 32;
-          const int of_half = (is_below ? i - SCALE_TILE / 32 : i) * 16;
-          copy16(into + i * 16, from + (is_below ? (size_t)apart * SCALE_BYTES : 0) + of_half);
-        }
-        buffer = buffer == SCALE_TILES - 1 ? 0 : buffer + 1;
-      }
-      const u32 into = ring + stage * 2048 + lane * 16;
+    is_there = at.is_there();
+    if (!is_there) return;
+    const u32 row = first_row(s, at, 0);
+    own = given.w + (size_t)(row + g) * ROW_BYTES + t * 16;
+    const char* from = (const char*)given.scale + (size_t)row * SCALE_BYTES;
+    buffer = SCALE_TILE - buffer;
+    for (int i = lane; i < SCALE_TILE / 16; i += 32) {
+      const size_t to_second = i >= SCALE_TILE / 32 ? (size_t)(apart - 8) * SCALE_BYTES : 0;
+      copy16(scales + buffer + i * 16, from + to_second + i * 16);
+    }
+  }
+  // Asks for a step of the tile, the next one.
+  __device__ __forceinline__ void ask(int step, u32 slot) {
+    if (is_there) {
 #pragma unroll
       for (int v = 0; v < 2; v++) {
         const bool inside = has_vector(step, v);
-        copy16_or_zero(into + v * 1024, own + v * 64, inside);
-        copy16_or_zero(into + v * 1024 + 512, below + v * 64, inside);
+        copy16_or_zero(slot + v * 1024, own + v * 64, inside);
+        copy16_or_zero(slot + v * 1024 + 512, own + (size_t)apart * ROW_BYTES + v * 64, inside);
       }
-      own += 128, below += 128;
-      stage = stage == ST - 1 ? 0 : stage + 1;
-      if (++step == STEPS) step = 0, at.next();
+      own += 128;
     }
     commit_copies();
   }
+  __device__ __forceinline__ void next(const Arguments& given, const Schedule& s) {
+    at.next();
+    begin(given, s);
+  }
 };
 
-// What a warp has read, and where it goes on.
+// What a warp reads next.
 struct Reads {
   Cursor at;
-  int stage, buffer;
+  u32 buffer, slot;  // of the tile's scales, and of the step, behind where the loads have these
 };
 
 // The tiles of a unit that a warp has, for NT times eight rows, from row `first` of shared memory on, of
@@ -149,23 +155,26 @@ template <int NT>
 __device__ __forceinline__ void multiply_unit(const Arguments& given, const Schedule& s, Loads& loads,
                                               Reads& reads, int unit, int first, int count) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const u32 x = shared_address(shared) + (first + g) * X_ROW;
+  const u32 x = shared_address(shared) + (first + g) * X_ROW + t * (VALUES * 2);
 #if W4
   const u32 swizzle = t / 2 | g % 2 * 2;
 #elif W8
   const u32 swizzle = g % 2;
 #else
-  const u32 swizzle = g % 2 * 4;
+  const u32 swizzle = g % 2 * 64;
 #endif
+  constexpr bool has_room = !W8 || ONE_SCALE || NT < 4;  // in registers
+  constexpr int unrolled = STEPS % AHEAD == 0 && has_room ? AHEAD : 1;  // so that slots are constants
   while (reads.at.unit == unit && reads.at.is_there()) {
-    const size_t row = Loads::first_row(s, reads.at, g);
     const int column = reads.at.tile_of_unit() * OF_TILE + g;
     float bias[2] = {0.f, 0.f};
     if (!DOWN && given.bias) {
+      const u32 row = Loads::first_row(s, reads.at, g);
       bias[0] = widen(given.bias[row]);
       bias[1] = widen(given.bias[row + Loads::apart]);
     }
-    const u32 own_scales = loads.scales + reads.buffer * SCALE_TILE + g * SCALE_BYTES;
+    const u32 scales = loads.scales + reads.buffer + g * SCALE_BYTES;
+    const Scale* own_scales = (const Scale*)(shared + (scales - shared_address(shared)));
     float sums[2][NT][4];
 #pragma unroll
     for (int i = 0; i < 2 * NT * 4; i++) (&sums[0][0][0])[i] = 0.f;
@@ -174,8 +183,7 @@ __device__ __forceinline__ void multiply_unit(const Arguments& given, const Sche
 #pragma unroll
     for (int i = 0; i < NT * 4; i++) (&total[0][0])[i] = 0.f;
     auto scale_up = [&](int group) {
-      const Scale* of_row = (const Scale*)(shared + (own_scales - shared_address(shared)));
-      const float above = of_row[group], under = of_row[group + 8 * SCALE_BYTES / 4];
+      const float above = own_scales[group], under = own_scales[group + 8 * SCALE_BYTES / 4];
 #pragma unroll
       for (int nt = 0; nt < NT; nt++)
 #pragma unroll
@@ -185,27 +193,29 @@ __device__ __forceinline__ void multiply_unit(const Arguments& given, const Sche
         }
     };
 #endif
+    await_copies<AHEAD - 1>();
+    __syncwarp();  // the scales are there, which other lanes have loaded
+#pragma unroll unrolled
     for (int step = 0; step < STEPS; step++) {
-      await_copies<ST - 1>();
-      if (step == 0) __syncwarp();  // the scales are there, which other lanes have loaded
-      const u32 from = loads.ring + reads.stage * 2048 + lane * 16;
+      await_copies<AHEAD - 1>();
+      const u32 slot = loads.ring + (STEPS % AHEAD == 0 ? step % AHEAD * 2048 : reads.slot);
       Vec of[2][2];
 #pragma unroll
-      for (int i = 0; i < 4; i++) of[i / 2][i % 2] = load_shared(from + i * 512);
-      reads.stage = reads.stage == ST - 1 ? 0 : reads.stage + 1;
-      loads.next(given, s);
+      for (int i = 0; i < 4; i++) of[i / 2][i % 2] = load_shared(slot + i * 512);
+      if (step == STEPS - AHEAD) loads.next(given, s);
+      loads.ask((step + AHEAD) % STEPS, slot);
+      if (STEPS % AHEAD) reads.slot = reads.slot == (AHEAD - 1) * 2048 ? 0 : reads.slot + 2048;
 #pragma unroll
       for (int v = 0; v < 2; v++) {
-        if (v && ROW_VECTORS % 8 && step * 8 + 4 >= ROW_VECTORS) break;  // nobody has a second one
+        if (v && STEPS * 8 - ROW_VECTORS >= 4 && step == STEPS - 1) break;  // nobody has a second one
         const Vec &above = of[v][0], &under = of[v][1];
         const u32 words[2][4] = {{above.x, above.y, above.z, above.w}, {under.x, under.y, under.z, under.w}};
 #if W4
-        const Scale* of_row = (const Scale*)(shared + (own_scales - shared_address(shared)));
         u32 factor[2];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           const int at = half * 8 * SCALE_BYTES + step * 8 + v * 4 + t;
-          factor[half] = factor_of(has_vector(step, v) ? of_row[at] : 0);
+          factor[half] = factor_of(has_vector(step, v) ? own_scales[at] : 0);
         }
 #pragma unroll
         for (int p = 0; p < 4; p++) {
@@ -214,7 +224,7 @@ __device__ __forceinline__ void multiply_unit(const Arguments& given, const Sche
           widen_word(words[1][p], factor[1], b);
 #pragma unroll
           for (int nt = 0; nt < NT; nt++) {
-            const Vec xs = load_shared(x + nt * 8 * X_ROW + (step * 32 + v * 16 + t * 4 + (p ^ swizzle)) * 16);
+            const Vec xs = load_shared(x + (p ^ swizzle) * 16 + nt * 8 * X_ROW + (step * 2 + v) * 256);
             mma(sums[p % 2][nt], a[0], b[0], a[1], b[1], xs.x, xs.y);
             mma(sums[p % 2][nt], a[2], b[2], a[3], b[3], xs.z, xs.w);
           }
@@ -222,7 +232,7 @@ __device__ __forceinline__ void multiply_unit(const Arguments& given, const Sche
 #elif !W8
 #pragma unroll
         for (int nt = 0; nt < NT; nt++) {
-          const Vec xs = load_shared(x + nt * 8 * X_ROW + (step * 8 + (v * 4 + t ^ swizzle)) * 16);
+          const Vec xs = load_shared(x + nt * 8 * X_ROW + step * 128 + (v * 64 ^ swizzle));
           mma(sums[v][nt], words[0][0], words[1][0], words[0][1], words[1][1], xs.x, xs.y);
           mma(sums[v][nt], words[0][2], words[1][2], words[0][3], words[1][3], xs.z, xs.w);
         }
@@ -237,7 +247,7 @@ __device__ __forceinline__ void multiply_unit(const Arguments& given, const Sche
           }
 #pragma unroll
           for (int nt = 0; nt < NT; nt++) {
-            const Vec xs = load_shared(x + nt * 8 * X_ROW + (step * 16 + v * 8 + t * 2 + (p ^ swizzle)) * 16);
+            const Vec xs = load_shared(x + (p ^ swizzle) * 16 + nt * 8 * X_ROW + (step * 2 + v) * 128);
             mma(sums[p][nt], a[0], b[0], a[1], b[1], xs.x, xs.y);
             mma(sums[p][nt], a[2], b[2], a[3], b[3], xs.z, xs.w);
           }
@@ -250,7 +260,7 @@ __device__ __forceinline__ void multiply_unit(const Arguments& given, const Sche
 #if W8
     if (ONE_SCALE) scale_up(0);
 #endif
-    reads.buffer = reads.buffer == SCALE_TILES - 1 ? 0 : reads.buffer + 1;
+    reads.buffer = SCALE_TILE - reads.buffer;
 #pragma unroll
     for (int nt = 0; nt < NT; nt++)
 #pragma unroll
@@ -331,10 +341,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Arguments given{w, scale, bias, limit, offset, out};
   const Cursor begin(first, end, warp);
   const u32 base = shared_address(shared);
-  Loads loads{begin, nullptr, nullptr, 0, 0, 0, base + RING_AT + warp * ST * 2048,
-              base + SCALES_AT + warp * SCALE_TILES * SCALE_TILE};
+  Loads loads{begin, nullptr, false, base + RING_AT + warp * AHEAD * 2048 + threadIdx.x % 32 * 16,
+              base + SCALES_AT + warp * 2 * SCALE_TILE, SCALE_TILE};
   Reads reads{begin, 0, 0};
-  for (int i = 0; i < ST; i++) loads.next(given, s);
+  loads.begin(given, s);
+  for (int step = 0; step < AHEAD; step++) loads.ask(step, loads.ring + step * 2048);
   if (DOWN) wait_for_predecessor();
   for (int unit = first / TILES; unit * TILES < end;) {
     for (int i = threadIdx.x; i < PASS; i += THREADS) s.row_of[i] = -1;

@@ -123,7 +123,7 @@ def shared_bytes(
     of_scales = k // 32 if shape.is_packed else 0
     if columns is not None:
         of_scales = k // (columns.w2 if down else columns.w1) * 4
-    a_warp = stages * 2048 + (stages // steps + 2) * 16 * of_scales
+    a_warp = min(stages, steps) * 2048 + 2 * 16 * of_scales
     units = min(shape.held, places) + places // at_once
     schedule = shape.held * 12 + units * 4 + places * 8 + at_once * 12 + 16
     return at_once * x_row + threads // 32 * a_warp + schedule
