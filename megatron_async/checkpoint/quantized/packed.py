@@ -1,5 +1,5 @@
-"""Experts that a model keeps as MXFP4: the stored numbers and scales as they are, or the nearest of
-other weights, without a second copy of any.
+"""Experts that a model keeps as MXFP4: the stored numbers and scales, or the nearest of other
+weights, without a second copy of any.
 
 Each rank takes whole blocks of 32 neighbours. Where its share of a row is none, the layer's experts
 are multiplied out.
@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_async.checkpoint.quantized.mxfp4 import BLOCK, Kind, Mxfp4Target
 from megatron_async.checkpoint.reading.files import SafetensorsWeights
 from megatron_async.checkpoint.targets import Target
-from megatron_async.kernels.moe.mxfp4 import pack
+from megatron_async.kernels.moe.mxfp4 import arrange, pack
 from megatron_async.models.quantized import linear, mxfp4
 from megatron_async.models.quantized.linear import quantizable
 from megatron_async.models.quantized.values import meant_shape
@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedTarget(Target):
-    """Where stored numbers or scales go as they are; ``select`` is of an expert's rows.
+    """Where stored numbers go in the order of kernels, or scales as they are; ``select`` is of an
+    expert's rows.
 
     Args:
         kind: which of the two. ``view`` is of these alone.
@@ -48,11 +49,17 @@ class PackedTarget(Target):
         """Fill the view."""
         with torch.no_grad():
             for view, rows in self._experts(stored):
-                view.copy_(rows)
+                view.copy_(self._as_kept(rows.to(view.device)))
 
     def equals(self, stored: Tensor) -> bool:
         """Whether the view holds ``stored``."""
-        return all(torch.equal(view, rows.to(view)) for view, rows in self._experts(stored))
+        return all(
+            torch.equal(view, self._as_kept(rows.to(view.device)))
+            for view, rows in self._experts(stored)
+        )
+
+    def _as_kept(self, rows: Tensor) -> Tensor:
+        return arrange(rows) if self.kind == "blocks" else rows
 
     def _experts(self, stored: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Each expert's part of the view, and of what is stored."""

@@ -43,14 +43,14 @@ __device__ __forceinline__ Inputs load_inputs(u32 at) {
   return x;
 }
 
-// Numbers `place` and `place + 4` of a word, exactly: bits in place are 2^-126 of them.
-__device__ __forceinline__ u32 widen_pair(u32 word, int place) {
-  const u32 moved = word >> 4 * place;
-  return mul2((moved & 0x00070007u) << 6 | (moved & 0x00080008u) << 12, 0x7e807e80u);
+// Numbers PLACE and PLACE + 4 of a word, exactly.
+template <int PLACE>
+__device__ __forceinline__ u32 widen_pair(u32 word) {
+  return mul2(mxfp4_bits<PLACE>(word), 0x7e807e80u);
 }
 __device__ __forceinline__ void add_eight(float& sum, u32 word, const Vec& x) {
-  const u32 a = widen_pair(word, 0), b = widen_pair(word, 1), c = widen_pair(word, 2),
-            d = widen_pair(word, 3);
+  const u32 a = widen_pair<0>(word), b = widen_pair<1>(word), c = widen_pair<2>(word),
+            d = widen_pair<3>(word);
   sum += low(a) * low(x.x), sum += low(b) * high(x.x), sum += low(c) * low(x.y), sum += low(d) * high(x.y);
   sum += high(a) * low(x.z), sum += high(b) * high(x.z), sum += high(c) * low(x.w);
   sum += high(d) * high(x.w);

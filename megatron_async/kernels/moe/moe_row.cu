@@ -31,6 +31,7 @@
 #include "moe_row_e4m3.cuh"
 #endif
 #if W4
+#include "mxfp4.cuh"
 #include "moe_row_mxfp4.cuh"
 #endif
 #include "moe_activation.cuh"

@@ -16,7 +16,9 @@
 // Rows of the step that one expert has are next to each other in shared memory. A product of a row has all its columns in one warp, in order, so its bits do not depend on other rows.
 
 #include "moe_activation.cuh"
-#if W8
+#if W4
+#include "mxfp4.cuh"
+#elif W8
 #include "e4m3.cuh"
 #endif
 
@@ -70,14 +72,10 @@ typedef u16 Out;
 // What a row's numbers are multiplied by, twice: bits in place are 2^-126 of a number. Products are 2^32
 // times too small, as factors would be too large where scales are above 2; see mxfp4_triton.py.
 __device__ __forceinline__ u32 factor_of(u32 scale) { return min(scale + 94u, 255u) * 0x00800080u; }
-// Numbers n and n + 4 of a word, for n = 0, 1, 2, 3: their bits, in place. A product has them twice, once
-// with the sign where it belongs, and once with exponent and mantissa.
+// Numbers n and n + 4 of a word, for n = 0, 1, 2, 3.
 __device__ __forceinline__ void widen_word(u32 word, u32 factor, u32 (&wide)[4]) {
-  const u32 upper = word >> 8;
-  wide[0] = mul2((word & 0x000f000fu) * 0x1040u & 0x81c081c0u, factor);
-  wide[1] = mul2((word & 0x00f000f0u) * 0x104u & 0x81c081c0u, factor);
-  wide[2] = mul2((upper & 0x000f000fu) * 0x1040u & 0x81c081c0u, factor);
-  wide[3] = mul2((upper & 0x00f000f0u) * 0x104u & 0x81c081c0u, factor);
+  wide[0] = mul2(mxfp4_bits<0>(word), factor), wide[1] = mul2(mxfp4_bits<1>(word), factor);
+  wide[2] = mul2(mxfp4_bits<2>(word), factor), wide[3] = mul2(mxfp4_bits<3>(word), factor);
 }
 #endif
 

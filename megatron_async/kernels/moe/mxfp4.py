@@ -1,8 +1,13 @@
 """MXFP4 weights (OCP Microscaling Formats 1.0): what they stand for, and how they are made.
 
 32 neighbours of a row share a power of two; each is one of 16 numbers (e2m1), of 4 bits. A weight
-``[..., n, k]`` is packed as uint8 ``[..., n, k / 2]``, the lower four bits of a byte first, and its
-scales as uint8 ``[..., n, k / 32]``, exponents of two plus 127 (e8m0).
+``[..., n, k]`` is packed as uint8 ``[..., n, k / 2]``, and its scales as uint8 ``[..., n, k / 32]``,
+exponents of two plus 127 (e8m0).
+
+Checkpoints have the lower four bits of a byte first. Here the 32 bits of eight neighbours are in
+another order (:func:`arrange`), in which kernels find sign, exponent and mantissa of two numbers
+where bfloat16 has them after one shift at most. Rows that are cut between blocks of 32 are what
+cut rows become.
 """
 
 from __future__ import annotations
@@ -22,24 +27,72 @@ _LARGEST_EXPONENT = 2
 _BIAS = 127
 
 
+def arrange(stored: Tensor) -> Tensor:
+    """The packed numbers of a checkpoint, uint8 ``[..., k / 2]``, as kernels read them.
+
+    Of eight numbers 0 to 7 of a word, in a half of 16 bits each, those of a pair n, n + 4 have
+    sign, exponent and mantissa in bits 15, 8, 7 and 6 of the halves of a word: of the word itself
+    for n = 0, shifted to the left by 6 for n = 1, rotated to the left by 12 for n = 2, and for
+    n = 3 of two shifted ones, by 2 to the left and by 6 to the right, added without carry. What
+    comes with these two of other pairs is added here too. Three shifts alone do not bring all 32
+    bits of a word to these places.
+    """
+    words = _words(stored)
+    # Each has a bit of both halves, in bits 0 and 16.
+    sign, high, low, half = (
+        [(words >> (4 * pair + bit)) & 0x10001 for pair in range(4)] for bit in (3, 2, 1, 0)
+    )
+    arranged = (sign[0] << 15) | (high[0] << 8) | (low[0] << 7) | (half[0] << 6)
+    arranged |= (sign[1] << 9) | (high[1] << 2) | (low[1] << 1) | half[1]
+    arranged |= sign[2] << 3
+    for bit, of_pair in ((12, high[2]), (11, low[2]), (10, half[2])):
+        arranged |= _other_half(of_pair) << bit
+    thirteenth = sign[3] ^ ((low[3] ^ sign[3]) >> 16)
+    arranged |= (thirteenth << 13) | ((low[3] ^ thirteenth) << 5)
+    arranged |= ((high[3] ^ half[0]) << 14) | ((half[3] ^ _other_half(high[2])) << 4)
+    return arranged.view(PACKED)
+
+
+def _words(packed: Tensor) -> Tensor:
+    """int32 ``[..., k / 8]``, eight numbers each: of memory of its own where ``packed`` is not
+    contiguous, or begins where no word may."""
+    whole = packed.contiguous()
+    return (whole if whole.storage_offset() % 4 == 0 else whole.clone()).view(torch.int32)
+
+
+def _other_half(bits: Tensor) -> Tensor:
+    """Bits 0 and 16 of words, each in the other's place."""
+    return (bits >> 16) | ((bits & 1) << 16)
+
+
+def _codes(packed: Tensor) -> Tensor:
+    """What each of the numbers is, in their order: int32 ``[..., k]``, from 0 to 15."""
+    words = _words(packed)
+    # Bits that come in from the left by a shift to the right are no number's.
+    right = [(words >> count) & ((1 << 32 - count) - 1) for count in (20, 6)]
+    moved = (words, words << 6, (words << 12) | right[0], (words << 2) ^ right[1])
+    pairs = [((bits >> 6) & 0x70007) | ((bits >> 12) & 0x80008) for bits in moved]
+    codes = torch.stack([(pair >> 16 * n) & 15 for n in range(2) for pair in pairs], dim=-1)
+    return codes.flatten(-2)
+
+
 def unpack(packed: Tensor, scale: Tensor) -> Tensor:
     """fp32 ``[..., k]``, exact; NaN where a scale is.
 
     Args:
-        packed: uint8 ``[..., k / 2]``.
+        packed: uint8 ``[..., k / 2]``, as :func:`arrange` gives it.
         scale: uint8 ``[..., k / 32]``.
     """
     numbers = torch.tensor(_NUMBERS, device=packed.device)
     numbers = torch.cat((numbers, -numbers))
-    blocks = packed.unflatten(-1, (-1, BLOCK // 2))
-    pairs = torch.stack((blocks & 15, blocks >> 4), dim=-1)
-    values = numbers[pairs.flatten(-2).int()]
+    values = numbers[_codes(packed)].unflatten(-1, (-1, BLOCK))
     unpacked = torch.ldexp(values, scale.int()[..., None] - _BIAS)
     return unpacked.masked_fill_((scale == NOT_A_NUMBER)[..., None], torch.nan).flatten(-2)
 
 
 def pack(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The packed numbers and the scales of float ``values [..., k]``, all of them finite.
+    """The packed numbers, as :func:`arrange` gives them, and the scales of float
+    ``values [..., k]``, all of them finite.
 
     The scale of 32 neighbours is ``2 ** (floor(log2(largest)) - 2)``, from ``2 ** -127`` on. Values
     over it go to the nearest number, ties to the even one, and from 5 on to 6.
@@ -53,4 +106,5 @@ def pack(values: Tensor) -> tuple[Tensor, Tensor]:
         # From an even number up to the next, odd one, what is halfway stays.
         codes += size > bound if code % 2 == 0 else size >= bound
     codes = (codes | (torch.signbit(over).to(PACKED) << 3)).flatten(-2)
-    return codes[..., ::2] | (codes[..., 1::2] << 4), (exponent + _BIAS).to(PACKED)
+    stored = codes[..., ::2] | (codes[..., 1::2] << 4)
+    return arrange(stored), (exponent + _BIAS).to(PACKED)

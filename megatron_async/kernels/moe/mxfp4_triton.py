@@ -1,7 +1,7 @@
 """MXFP4 weights in Triton kernels: as factors of products, and multiplied out.
 
-A word of 32 bits has eight neighbours of a row, the first in its lowest four bits. Moved together
-they become pairs of bfloat16, the exponent of which lacks its bias: they are ``2 ** 126`` times too
+A word of 32 bits has eight neighbours of a row, in the order of ``mxfp4.py``. Shifted together they
+become pairs of bfloat16, the exponent of which lacks its bias: they are ``2 ** 126`` times too
 small. What they are multiplied by makes up for it, and has the scale of their 32 neighbours in it.
 That would be too large where scales are above 2, so products are ``2 ** 32`` times too small until
 they have been added up. All of it is exact for scales from ``2 ** -93`` to ``2 ** 33``. Larger ones
@@ -40,10 +40,23 @@ def mxfp4_factors(scale_ptr, row, in_weight, word, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _pair(words, factor, SHIFT: tl.constexpr):
-    """The bits of numbers ``SHIFT / 4`` and ``SHIFT / 4 + 4`` of each word, times its factor."""
-    moved = words >> SHIFT
-    both = ((moved & 0x00070007) << 6) | ((moved & 0x00080008) << 12)
+def _bits(words, PLACE: tl.constexpr):
+    """int32: the bits of numbers ``PLACE`` and ``PLACE + 4`` of each word, where bfloat16 has them,
+    the first one's below."""
+    moved = words.to(tl.uint32, bitcast=True)
+    if PLACE == 1:
+        moved = moved << 6
+    elif PLACE == 2:
+        moved = (moved << 12) | (moved >> 20)
+    elif PLACE == 3:
+        moved = (moved << 2) ^ (moved >> 6)
+    return moved.to(tl.int32, bitcast=True) & -0x7E3F_7E40
+
+
+@triton.jit
+def _pair(words, factor, PLACE: tl.constexpr):
+    """The bits of numbers ``PLACE`` and ``PLACE + 4`` of each word, times its factor."""
+    both = _bits(words, PLACE)
     low = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
     high = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     low, high = low * factor, high * factor
@@ -55,8 +68,8 @@ def widen_mxfp4(words, factor, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """bfloat16 ``[ROWS, COLUMNS]``: the numbers of int32 ``words [ROWS, COLUMNS / 8]``, each times
     the ``factor`` of its word."""
     # The places of a word's numbers are 4 a + 2 b + c; a pair has both a.
-    even = tl.join(_pair(words, factor, 0), _pair(words, factor, 8))
-    odd = tl.join(_pair(words, factor, 4), _pair(words, factor, 12))
+    even = tl.join(_pair(words, factor, 0), _pair(words, factor, 2))
+    odd = tl.join(_pair(words, factor, 1), _pair(words, factor, 3))
     bits = tl.reshape(tl.join(even, odd), [ROWS, COLUMNS])
     # Bits until here: Triton 3.6 moves the reshape of what a product reads behind its copy to
     # shared memory, and has no layout for that one there.
@@ -64,17 +77,18 @@ def widen_mxfp4(words, factor, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _value(number, power):
-    """fp32: the number in the lowest four bits, times its scale."""
-    size = number & 7
+def _value(bits, power):
+    """fp32: the number whose bits the lowest 16 have, times its scale."""
+    size = (bits >> 6) & 7
     value = tl.where(size < 2, size * 0.5, (1 + (size & 1) * 0.5) * (1 << (size >> 1)) * 0.5)
-    return tl.where(number & 8 > 0, -value, value) * power
+    return tl.where(bits & 0x8000 > 0, -value, value) * power
 
 
 @triton.jit
-def _values(words, power, SHIFT: tl.constexpr):
+def _values(words, power, PLACE: tl.constexpr):
     """As :func:`_pair`, fp32 and times the whole scale."""
-    return tl.join(_value(words >> SHIFT, power), _value(words >> (SHIFT + 16), power))
+    bits = _bits(words, PLACE)
+    return tl.join(_value(bits, power), _value(bits >> 16, power))
 
 
 @triton.jit
@@ -86,8 +100,8 @@ def _multiply_out_kernel(words_ptr, scale_ptr, out_ptr, count, BLOCK: tl.constex
     # 2 ** -127 is subnormal; 255 is not a number.
     bits = tl.where(scale == 0, 0x400000, tl.where(scale == 255, 0x7FC00000, scale << 23))
     power = bits.to(tl.float32, bitcast=True)
-    even = tl.join(_values(words, power, 0), _values(words, power, 8))
-    odd = tl.join(_values(words, power, 4), _values(words, power, 12))
+    even = tl.join(_values(words, power, 0), _values(words, power, 2))
+    odd = tl.join(_values(words, power, 1), _values(words, power, 3))
     values = tl.reshape(tl.join(even, odd), [BLOCK * 8]).to(out_ptr.dtype.element_ty)
     place = tl.arange(0, BLOCK * 8)
     first = tl.program_id(0).to(tl.int64) * BLOCK * 8

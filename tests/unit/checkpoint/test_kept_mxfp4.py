@@ -16,7 +16,7 @@ from megatron_async.checkpoint.huggingface.interleaved_experts import apart
 from megatron_async.checkpoint.quantized.packed import PackedTarget
 from megatron_async.cli.main import main
 from megatron_async.errors import CheckpointError, ConfigError
-from megatron_async.kernels.moe.mxfp4 import NOT_A_NUMBER, pack, unpack
+from megatron_async.kernels.moe.mxfp4 import NOT_A_NUMBER, arrange, pack, unpack
 from megatron_async.models.build import build_random_model
 from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.description.memory_traffic import MXFP4_BYTES, weight_bytes
@@ -57,9 +57,9 @@ def test_stored_numbers_and_scales_are_kept(packed: Path) -> None:
     stored = load_file(packed / "model.safetensors")
     theirs = "model.layers.1.mlp.experts"
     fc1, fc2 = (packed_layers(served)[f"decoder.layers.1.{name}"] for name in EXPERTS)
-    assert fc1.weight.equal(apart(stored[f"{theirs}.gate_up_proj_blocks"].flatten(-2)))
+    assert fc1.weight.equal(arrange(apart(stored[f"{theirs}.gate_up_proj_blocks"].flatten(-2))))
     assert fc1.weight_scale.equal(apart(stored[f"{theirs}.gate_up_proj_scales"]))
-    assert fc2.weight.equal(stored[f"{theirs}.down_proj_blocks"].flatten(-2))
+    assert fc2.weight.equal(arrange(stored[f"{theirs}.down_proj_blocks"].flatten(-2)))
     assert fc2.weight_scale.equal(stored[f"{theirs}.down_proj_scales"])
 
 
@@ -71,7 +71,7 @@ def test_a_rank_takes_its_experts(packed: Path) -> None:
         view, scales = torch.empty_like(layer.weight[3:, :, :64]), layer.weight_scale[3:, :, :2]
         target = PackedTarget(view[..., :32], (), lambda x: x[:, 32:], kind="blocks", first=3)
         target.copy_from(stored)
-        assert view[..., :32].equal(stored[3:].flatten(-2)[..., 32:]), name
+        assert view[..., :32].equal(arrange(stored[3:].flatten(-2))[..., 32:]), name
         assert target.equals(stored) and not target.equals(stored.flip(0))
         theirs = torch.randint(0, 255, (6, *scales.shape[1:-1], 4), dtype=torch.uint8)
         PackedTarget(scales, (), lambda x: x[:, 2:], kind="scales", first=3).copy_from(theirs)

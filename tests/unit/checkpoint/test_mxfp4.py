@@ -18,7 +18,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 from megatron_async.checkpoint import load_pretrained
 from megatron_async.checkpoint.huggingface.field_table import MXFP4
 from megatron_async.errors import CheckpointError
-from megatron_async.kernels.moe.mxfp4 import unpack
+from megatron_async.kernels.moe.mxfp4 import arrange, unpack
 from tests.support.huggingface_models import CONFIGS, random_model
 from tests.support.mxfp4_models import QUANTIZED, random_packed
 
@@ -28,9 +28,10 @@ def test_unpacked_is_what_transformers_makes_of_it() -> None:
     blocks, scales = random_packed(3, 4, 64, scales=(0, 250))
     blocks[0, 0, 0] = torch.arange(16, dtype=torch.uint8) * 17  # each number in both places
     theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-    assert torch.equal(unpack(blocks.flatten(-2), scales).mT, theirs)
+    numbers = arrange(blocks.flatten(-2))
+    assert torch.equal(unpack(numbers, scales).mT, theirs)
     scales[1, 2, 0] = 255
-    assert unpack(blocks.flatten(-2), scales).isnan().sum() == 32
+    assert unpack(numbers, scales).isnan().sum() == 32
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import torch
 
 from megatron_async import DynamicInferenceEngine, EngineConfig
 from megatron_async.checkpoint import load_pretrained
-from megatron_async.kernels.moe.mxfp4 import NOT_A_NUMBER, pack, unpack
+from megatron_async.kernels.moe.mxfp4 import NOT_A_NUMBER, arrange, pack, unpack
 from megatron_async.kernels.moe.shape import MoeShape
 from megatron_async.kernels.moe.tiles import MoeTiles, Tile
 from megatron_async.kernels.shared_memory import HOPPER_BYTES
@@ -150,6 +150,59 @@ def test_weights_are_multiplied_out_as_the_reference_does(device: str, dtype: to
     torch.testing.assert_close(
         found, unpack(packed, scale).to(dtype), rtol=0, atol=0, equal_nan=True
     )
+
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+E2M1 += [-x for x in E2M1]
+
+
+def every_number_at_every_place() -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed numbers of a checkpoint ``[256, 16]``, and what they are: each of 16 at each of 8
+    places, beside itself and beside each other one."""
+    one, other = torch.meshgrid(torch.arange(16), torch.arange(16), indexing="ij")
+    one, other = one.reshape(-1, 1), other.reshape(-1, 1)
+    place = torch.arange(32)
+    # Of the four words of a row each has another half of its places from `one`.
+    is_one = torch.stack([place[:8] >> bit & 1 == 0 for bit in range(3)] + [place[:8] >= 0])
+    codes = torch.where(is_one.flatten(), one, other)
+    stored = codes[:, ::2] | codes[:, 1::2] << 4
+    return stored.to(torch.uint8), torch.tensor(E2M1)[codes]
+
+
+def test_every_number_at_every_place_of_a_word_is_its_value() -> None:
+    stored, meant = every_number_at_every_place()
+    arranged = arrange(stored)
+    assert torch.equal(unpack(arranged, torch.full((256, 1), 127, dtype=torch.uint8)), meant)
+    assert len(arranged.unique(dim=0)) == 256
+    # A word stays what it is when others beside it are cut off.
+    assert torch.equal(arrange(stored[:, 4:12]), arranged[:, 4:12])
+
+
+def test_each_bit_of_a_word_has_a_place_of_its_own() -> None:
+    """The order of bits is linear over them, and loses none."""
+    bits = (1 << torch.arange(32)).to(torch.int32)
+    alone = arrange(bits.view(torch.uint8).view(32, 4)).view(torch.int32).flatten()
+    words = torch.randint(-(2**31), 2**31, (500,), dtype=torch.int32)
+    added = torch.zeros_like(words)
+    for bit in range(32):
+        added ^= torch.where(words >> bit & 1 == 1, alone[bit], 0)
+    assert torch.equal(arrange(words.view(torch.uint8)).view(torch.int32), added)
+    basis: list[int] = []
+    for word in alone.tolist():
+        rest = word & 0xFFFFFFFF
+        for known in basis:
+            rest = min(rest, rest ^ known)
+        assert rest, "a bit that others have too"
+        basis.append(rest)
+
+
+@on_devices
+def test_kernels_read_every_number_at_every_place(device: str) -> None:
+    stored, meant = every_number_at_every_place()
+    packed = arrange(stored.to(device))
+    scale = torch.full((256, 1), 127, dtype=torch.uint8, device=device)
+    found = mxfp4_triton.multiply_out(packed, scale, torch.bfloat16)
+    assert torch.equal(found.cpu().float(), meant)
 
 
 def test_values_are_packed_as_the_specification_says() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_async.kernels.moe import row
-from megatron_async.kernels.moe.mxfp4 import NOT_A_NUMBER, unpack
+from megatron_async.kernels.moe.mxfp4 import NOT_A_NUMBER, arrange, unpack
 from megatron_async.kernels.moe.tiles import padded_rows
 from megatron_async.kernels.shared_memory import HOPPER_BYTES
 from tests.support import emulator
@@ -130,6 +130,26 @@ def test_every_scale_and_number_of_mxfp4_is_exact(device: str) -> None:
     wide = unpack(weights.w2, weights.w2_scale).double()[0]
     expected = wide @ kernels._activated[0].double()
     assert torch.equal(kernels._of_places[0].double(), expected)
+
+
+@both
+def test_every_number_at_every_place_of_a_word_is_its_value(device: str) -> None:
+    """A row that has one column alone gives what the weight has there."""
+    numbers = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    numbers += [-x for x in numbers]
+    shape = MoeShape(64, 64, settings(1, 1), replace(RELU2, function="relu"))
+    case = case_of(shape, 8, device, **PACKED)
+    weights, kernels = case.weights, case.kernels._widened
+    codes = (torch.arange(64)[:, None] + 5 * torch.arange(64)) % 16
+    stored = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    weights.w2.copy_(arrange(stored))
+    weights.w2_scale.fill_(127)
+    case.kernels.route(weights, case.hidden, torch.ones(1, 8, 2, device=device), 1e-5)
+    meant = torch.tensor(numbers)[codes].to(device)
+    for first in range(0, 64, 8):
+        kernels._activated[:8] = torch.eye(64)[first : first + 8].to(kernels._activated)
+        kernels.down(weights, 8, case.kernels.chosen, widened.Sums(torch.empty_like(case.hidden)))
+        assert torch.equal(kernels._of_places[:8], meant[:, first : first + 8].T)
 
 
 @both
