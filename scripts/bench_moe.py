@@ -268,7 +268,7 @@ class Bench:
             return
         options: list[tuple[int | None, int]] = [(None, widened.STAGES)]
         if sweep:
-            options = [(threads, st) for threads in (256, 352, 448) for st in (2, 3, 4, 6)]
+            options = [(threads, st) for threads in (256, 352, 384, 448) for st in (2, 3, 4, 6)]
         (first, second), device = self.weight_bytes, self.out.device
         for threads, stages in options:
             kernels = widened.WidenedExperts(

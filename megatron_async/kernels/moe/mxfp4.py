@@ -1,8 +1,8 @@
 """MXFP4 weights (OCP Microscaling Formats 1.0): what they stand for, and how they are made.
 
 32 neighbours of a row share a power of two; each is one of 16 numbers (e2m1), of 4 bits. A weight
-``[..., n, k]`` is packed as uint8 ``[..., n, k / 2]``, and its scales as uint8 ``[..., n, k / 32]``,
-exponents of two plus 127 (e8m0).
+``[..., n, k]`` is packed as uint8 ``[..., n, k / 2]``, and its scales as uint8
+``[..., n, k / 32]``, exponents of two plus 127 (e8m0).
 
 Checkpoints have the lower four bits of a byte first. Here the 32 bits of eight neighbours are in
 another order (:func:`arrange`), in which kernels find sign, exponent and mantissa of two numbers
