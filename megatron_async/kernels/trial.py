@@ -25,11 +25,5 @@ LATENT = True
 GUESSES = True
 """The kernel that makes guesses of the host the drafts of rows."""
 
-TOKEN_LOG_PROB = False
-"""The kernel of a trainer's log-probabilities, in place of torch's operations."""
-
-SENT_SUMS = False
-"""GEMMs send their partial sums to the other ranks, in place of the kernel that adds these up."""
-
 REASON = "on trial: it has not run on a GPU yet"
 """Why a block of a model does not run in one of them."""

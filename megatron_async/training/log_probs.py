@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from megatron_async.errors import ConfigError, RequestError
-from megatron_async.kernels import trial
 from megatron_async.sampling import filters
 from megatron_async.sampling.log_probs import (
     ELEMENTS_AT_ONCE,
@@ -98,8 +97,8 @@ class _LogProbs(torch.autograd.Function):
 
 
 def _of_model(logits: Tensor, tokens: Tensor) -> Tensor:
-    """:func:`token_log_prob`, on a GPU in one kernel, which is on trial."""
-    if logits.is_cuda and trial.TOKEN_LOG_PROB:
+    """:func:`token_log_prob`, on a GPU in one kernel."""
+    if logits.is_cuda:
         from megatron_async.kernels.sampling import token_log_prob as kernel
 
         if kernel.takes(logits):

@@ -9,7 +9,6 @@ import torch
 
 pytest.importorskip("triton", reason="the kernel needs triton")
 
-from megatron_async.kernels import trial
 from megatron_async.kernels.sampling import token_log_prob as kernel
 from megatron_async.sampling.log_probs import token_log_probs
 from megatron_async.training import exact_log_probs
@@ -62,8 +61,7 @@ def test_rows_that_have_no_probabilities(device: str) -> None:
 
 
 @on_devices
-def test_what_it_does_not_take_goes_to_torch(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "TOKEN_LOG_PROB", True)
+def test_what_it_does_not_take_goes_to_torch(device: str) -> None:
     logits = torch.randn(3, 50, dtype=torch.float64, device=device)
     tokens = torch.tensor([1, 2, 49], device=device)
     assert not kernel.takes(logits) and not kernel.takes(torch.zeros(4, 6).t())

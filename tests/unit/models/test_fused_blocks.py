@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from megatron_async.kernels import compile as cuda
-from megatron_async.kernels import trial
 from megatron_async.kernels.attention import decode_attention
+from megatron_async.kernels.gemm.tile_config import MAX_ROWS
 from megatron_async.kernels.ranks import peer_sum
 from megatron_async.kernels.ranks.peer_sum import PeerSum, PeerWords
 from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.fused import coverage, where
+from megatron_async.models.fused.blocks import rank_sums
 from megatron_async.models.fused.blocks.kernel_parameters import output_weight
 from megatron_async.models.fused.decoder import FusedDecoder
 from megatron_async.models.fused.report import ATTENTION, EMBEDDING, HEAD, MLP, DecodeCoverage
@@ -406,7 +407,7 @@ def test_partial_sums_of_two_ranks_make_the_whole_model(
 ) -> None:
     """An all-reduce in front of the residual stream, here of threads, behind the embedding and each
     row-parallel GEMM; or the kernel that does without, of what was stored or sent."""
-    monkeypatch.setattr(trial, "SENT_SUMS", way == "sent")
+    monkeypatch.setattr(rank_sums, "LEAST_SENT_ROWS", 1 if way == "sent" else MAX_ROWS + 1)
     config = replace(small(name), head_dim=64, ffn_hidden_size=512, vocab_size=128)
     model = bfloat16_model(config, device)
     state, ranks = state_of(model), Ranks()

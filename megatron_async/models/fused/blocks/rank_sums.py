@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_async.kernels import trial
 from megatron_async.kernels.gemm.skinny_gemm import Sending
 from megatron_async.kernels.gemm.tile_config import RMS_NORM, padded
 from megatron_async.models.fused.blocks.gemms import Work
@@ -20,6 +19,10 @@ from megatron_async.models.fused.blocks.residual import AllReduce, Norm, Residua
 
 if TYPE_CHECKING:
     from megatron_async.kernels.ranks.peer_sum import PeerSum, PeerWords
+
+LEAST_SENT_ROWS = 16
+"""Padded rows from which on GEMMs send their partial sums themselves, which is quicker at 32 and 64
+rows, and at one row not."""
 
 
 class RankSums:
@@ -54,7 +57,7 @@ class RankSums:
         """Where the GEMM in front sends padded ``rows``; None where it stores them in
         :meth:`partial`."""
         kernel = self._kernel
-        if not trial.SENT_SUMS or kernel is None or self.why_not(rows) is not None:
+        if rows < LEAST_SENT_ROWS or kernel is None or self.why_not(rows) is not None:
             return None
         if not kernel.takes_sent(rows):
             return None
