@@ -67,7 +67,7 @@ class Tile(NamedTuple):
 NARROW = 2048
 """GEMMs with no more columns get narrow tiles, so that more programs share the reading."""
 FEW_COLUMNS, FEW_ROWS = 8192, 256
-"""Of such products programs with smaller tiles read more in all, and end sooner."""
+"""Up to these, programs with smaller tiles read more in all, and end sooner."""
 GROUP_M = 16
 """Tiles of rows that run together with the same columns, which they share in the L2 cache."""
 HALF_TILE = Tile(64, 64, 128, num_warps=4, num_stages=4)

@@ -38,8 +38,7 @@ Work = tuple[str, dict[str, int]]
 LEAST_ROWS = 8
 """A kernel for fewer would be the same."""
 LEAST_COLUMNS, MOST_COLUMNS = 512, 65536
-"""Of a narrower weight no CTAs would keep a GPU busy; of a wider one tiles of Triton's kernels do
-as well."""
+"""A narrower weight has too few CTAs for a GPU; with a wider one Triton's kernels do as well."""
 
 
 class Product(NamedTuple):

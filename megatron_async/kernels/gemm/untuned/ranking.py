@@ -88,8 +88,8 @@ for most of that."""
 BALANCE = 0.7
 """Mean CTAs of an SM, as a share of the most that one has: with fewer none was among the best."""
 LARGE, SHARED_SM = 25.0, 0.96
-"""Of :func:`ranked_in_order`: microseconds from which on CTAs that share an SM were quicker than
-estimated, and the share of the estimate."""
+"""Microseconds from which on :func:`ranked_in_order` takes CTAs that share an SM to be quicker than
+estimated, as they were, and the share of the estimate."""
 UNEVEN = 0.79
 """CTAs more than the mean on some SM, where there is room for one more on each."""
 
