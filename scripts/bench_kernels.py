@@ -41,9 +41,9 @@ from megatron_async.device.bandwidth import copy_bandwidth
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import rope_append
 from megatron_async.kernels.attention.e4m3_cache import E4M3
-from megatron_async.kernels.gemm import batch_invariant_triton as gemm
 from megatron_async.kernels.gemm import scaled_e4m3
 from megatron_async.kernels.gemm.e4m3_inputs import quantize_rows
+from megatron_async.kernels.gemm.invariant import products_triton as gemm
 from megatron_async.kernels.gemm.skinny_gemm import SkinnyGemm, scaled_product, statistics_of
 from megatron_async.kernels.gemm.tile_choice import balanced, find
 from megatron_async.kernels.gemm.tile_config import (

@@ -59,7 +59,7 @@ def print_products(device: torch.device) -> None:
     """Products of each tile beside cuBLAS, in us and GB/s of weights, with weights that are in no
     cache; whether segments of K have programs of their own; and whether bits are those of others.
     """
-    from megatron_async.kernels.gemm import batch_invariant_triton as products
+    from megatron_async.kernels.gemm.invariant import products_triton as products
 
     products.find_tiles(torch.device(device.type, device.index or 0), torch.bfloat16)
     tile_type = products.Tile
@@ -103,8 +103,8 @@ def print_products(device: torch.device) -> None:
 
 def _print_wide(name: str, weights: list[Tensor], size: int) -> None:
     """A product of a step of a prefill, and with SwiGLU where that is fused."""
-    from megatron_async.kernels.gemm import batch_invariant_triton as products
-    from megatron_async.kernels.gemm.invariant_gated_triton import gated_by_row
+    from megatron_async.kernels.gemm.invariant import products_triton as products
+    from megatron_async.kernels.gemm.invariant.gated_triton import gated_by_row
     from megatron_async.kernels.norm.swiglu import swiglu
 
     depth = weights[0].shape[1]

@@ -102,7 +102,7 @@ class GPTNetwork(Network):
         self._unwanted: str | None = None
         """Why no block shall be fused."""
         if batch_invariant:
-            from megatron_async.kernels.gemm import batch_invariant as products
+            from megatron_async.kernels.gemm.invariant import mode as products
 
             self._unwanted = "batch_invariant=True"
             products.prepare(self.device, self._like.dtype)
@@ -184,8 +184,8 @@ class GPTNetwork(Network):
     def kernels_of(self, rows: list[int], context: Any) -> Iterator[Work]:
         """See ``Network.kernels_of``."""
         if self.batch_invariant:
-            from megatron_async.kernels.gemm.invariant_skinny import work_of
-            from megatron_async.models.invariant_products import products_of
+            from megatron_async.kernels.gemm.invariant.skinny import work_of
+            from megatron_async.models.description.invariant_products import products_of
 
             yield from work_of(products_of(self.model), rows, self.device)
         if self._fused is not None:
@@ -197,8 +197,8 @@ class GPTNetwork(Network):
     def prepare(self, rows: list[int], context: Any) -> None:
         """Compile what decoding ``rows`` rows needs, ahead of their capture."""
         if self.batch_invariant and self.device.type == "cuda":
-            from megatron_async.kernels.gemm.invariant_skinny import load
-            from megatron_async.models.invariant_products import products_of
+            from megatron_async.kernels.gemm.invariant.skinny import load
+            from megatron_async.models.description.invariant_products import products_of
 
             load(products_of(self.model), rows, self.device)
         if self._fused is not None and context.gemm_autotune_seconds:
@@ -344,7 +344,7 @@ class GPTNetwork(Network):
         if self._whole_sequences is not None:
             scopes.append(self._whole_sequences)
         if self.batch_invariant:
-            from megatron_async.kernels.gemm.batch_invariant import batch_invariant_mode
+            from megatron_async.kernels.gemm.invariant.mode import batch_invariant_mode
 
             scopes.append(batch_invariant_mode())
         if len(scopes) < 2:

@@ -139,7 +139,7 @@ class DecoderLayer(TransformerLayer):  # type: ignore[misc]
     def _has_own_kernels(self) -> bool:
         """Whether products of batch-invariant mode may go together with what is behind them: nobody
         watches the modules."""
-        from megatron_async.kernels.gemm.batch_invariant import is_on
+        from megatron_async.kernels.gemm.invariant.mode import is_on
 
         attention, mlp = self.self_attention, self.mlp
         return is_on() and type(attention) is PagedSelfAttention and not _watched(attention, mlp)
@@ -180,7 +180,7 @@ def _add_product(linear: Any, x: Tensor, norm: Any, hidden: Tensor) -> Tensor:
 
 def _product_with_swiglu(mlp: Any, x: Tensor) -> Tensor | None:
     """What an MLP's second layer gets, by one kernel; None where that must be its modules'."""
-    from megatron_async.kernels.gemm.batch_invariant import linear_swiglu
+    from megatron_async.kernels.gemm.invariant.mode import linear_swiglu
 
     return linear_swiglu(x, mlp.linear_fc1.weight) if multiplies_with_swiglu(mlp) else None
 
@@ -197,7 +197,7 @@ def multiplies_with_swiglu(mlp: Any) -> bool:
 def _segments_of(linear: Any, x: Tensor, norm: Any) -> Tensor | None:
     """What a product leaves for the norm behind it to add up, see ``linear_in_segments``; None
     where a module must be called."""
-    from megatron_async.kernels.gemm.batch_invariant import linear_in_segments
+    from megatron_async.kernels.gemm.invariant.mode import linear_in_segments
 
     plain = type(linear) in (RowParallelLinear, BiasedRowParallelLinear)
     if not plain or linear.config.tensor_model_parallel_size > 1 or not linear.skip_bias_add:

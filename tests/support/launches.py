@@ -116,7 +116,7 @@ def attention(
 
 def product(rows: int, depth: int, columns: int, dtype: torch.dtype, device: str = "meta") -> None:
     """A batch-invariant one."""
-    from megatron_async.kernels.gemm.batch_invariant_triton import matmul_by_row
+    from megatron_async.kernels.gemm.invariant.products_triton import matmul_by_row
 
     weight = empty(columns, depth, dtype=dtype, device=device)
     matmul_by_row(empty(rows, depth, dtype=dtype, device=device), weight.t())

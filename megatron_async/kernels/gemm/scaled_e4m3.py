@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.kernels.fitting import launch_fitting
-from megatron_async.kernels.gemm.batch_invariant_triton import GROUP_M, Tile
+from megatron_async.kernels.gemm.invariant.products_triton import GROUP_M, Tile
 from megatron_async.kernels.pdl import pdl_enter, uses_pdl
 from megatron_async.kernels.shared_memory import block_limit, first_that_fits, loop_buffers
 

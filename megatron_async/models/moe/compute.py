@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.kernels import trial
-from megatron_async.kernels.gemm import batch_invariant
+from megatron_async.kernels.gemm.invariant import mode as batch_invariant
 from megatron_async.kernels.moe.reference import Routing, expert_mlp, route, router_logits
 from megatron_async.kernels.moe.settings import RouterSettings
 from megatron_async.models.quantized.values import KEPT, is_packed

@@ -90,7 +90,8 @@ def product_by_kernels(layer: Any, x: Tensor) -> Tensor:
     Raises:
         TypeError: ``x`` is in e4m3, and not quantized for this layer.
     """
-    from megatron_async.kernels.gemm import batch_invariant, e4m3_inputs, scaled_e4m3
+    from megatron_async.kernels.gemm import e4m3_inputs, scaled_e4m3
+    from megatron_async.kernels.gemm.invariant import mode as batch_invariant
 
     weight, weight_scale, columns = layer.weight, layer.weight_scale, x.shape[-1]
     groups = weight_scale.shape[1]

@@ -65,7 +65,8 @@ def product(layer: Any, x: Tensor) -> Tensor:
     if layer.quantizes_input:
         return product_of(layer, x)
     if weight.dtype == E4M3 and x.is_cuda and x.dtype == torch.bfloat16 and HAS_TRITON:
-        from megatron_async.kernels.gemm import batch_invariant, wide_e4m3
+        from megatron_async.kernels.gemm import wide_e4m3
+        from megatron_async.kernels.gemm.invariant import mode as batch_invariant
 
         rows, depth = x.numel() // weight.shape[1], weight.shape[1]
         is_taken = depth % 128 == 0 and wide_e4m3.takes(rows, layer.weight_scale)

@@ -13,22 +13,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_async.errors import ConfigError
-from megatron_async.kernels.gemm import batch_invariant
-from megatron_async.kernels.gemm.batch_invariant import batch_invariant_mode
+from megatron_async.kernels.gemm.invariant import mode as batch_invariant
+from megatron_async.kernels.gemm.invariant.mode import batch_invariant_mode
 from tests.support.interpreter import compiled, interpreted
 
 try:
-    from megatron_async.kernels.gemm import (
-        batch_invariant_triton,
-        invariant_gated_triton,
-        invariant_groups_triton,
-        invariant_wide_triton,
+    from megatron_async.kernels.gemm.invariant import (
+        gated_triton,
+        groups_triton,
+        products_triton,
+        wide_triton,
     )
-    from megatron_async.kernels.gemm.batch_invariant_triton import Tile
+    from megatron_async.kernels.gemm.invariant.products_triton import Tile
     from megatron_async.kernels.norm.add_norm import add_norm
     from megatron_async.kernels.norm.swiglu import swiglu
 except ImportError:
-    batch_invariant_triton = None  # type: ignore[assignment]
+    products_triton = None  # type: ignore[assignment]
 
 
 @torch.inference_mode()
@@ -80,11 +80,11 @@ def check_groups(device: str, dtype: torch.dtype, counts: list[int], behind: int
     rows = int(ends[-1]) + behind
     x = torch.randn(rows, 72, generator=generator).to(device, dtype)
     matrices = torch.randn(len(counts), 40, 72, generator=generator).to(device, dtype)
-    out = invariant_groups_triton.matmul_by_group(x, matrices.transpose(1, 2), ends.to(device))
+    out = groups_triton.matmul_by_group(x, matrices.transpose(1, 2), ends.to(device))
     first = 0
     for matrix, count in zip(matrices, counts, strict=True):
         some = slice(first, first + count)
-        assert torch.equal(out[some], batch_invariant_triton.matmul_by_row(x[some], matrix.t()))
+        assert torch.equal(out[some], products_triton.matmul_by_row(x[some], matrix.t()))
         first += count
     assert out.shape == (rows, 40) and not out[first:].any()
 
@@ -103,7 +103,7 @@ def test_tiles_with_other_bits_are_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Interpreted, a tile of fewer columns of K adds up in another order."""
-    products, cpu = batch_invariant_triton, torch.device("cpu")
+    products, cpu = products_triton, torch.device("cpu")
     other = products.HALF_TILE._replace(k=64)
     narrow = products.HALF_TILE_NARROW
     monkeypatch.setattr(products, "HALF_TILES", (other, products.HALF_TILE, narrow))
@@ -113,11 +113,11 @@ def test_tiles_with_other_bits_are_not_used(
     assert "other bits" in caplog.text and str(other) in caplog.text
 
 
-@pytest.mark.skipif(batch_invariant_triton is None, reason="Triton is not built here")
+@pytest.mark.skipif(products_triton is None, reason="Triton is not built here")
 def test_a_tile_is_as_large_as_gives_all_multiprocessors_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    products, cpu, half = batch_invariant_triton, torch.device("cpu"), torch.bfloat16
+    products, cpu, half = products_triton, torch.device("cpu"), torch.bfloat16
     monkeypatch.setattr(products, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(products, "_same", {(cpu, half): products.HALF_TILES})
     for rows, columns, count, segments, expected in (
@@ -147,9 +147,9 @@ def test_a_tile_is_as_large_as_gives_all_multiprocessors_work(
     assert products.choose_tile(cpu, half, 4096, 4096, 1) == (products.HALF_TILE, False)
 
 
-@pytest.mark.skipif(batch_invariant_triton is None, reason="Triton is not built here")
+@pytest.mark.skipif(products_triton is None, reason="Triton is not built here")
 def test_segments_depend_on_the_matrix_alone_and_cover_it() -> None:
-    products, half = batch_invariant_triton, torch.bfloat16
+    products, half = products_triton, torch.bfloat16
     for columns, depth, expected in (
         (4096, 4096, 2), (6144, 4096, 1), (4096, 14336, 4), (28672, 4096, 1), (4096, 2047, 1),
         (4096, 2050, 2), (64, 8200, 4), (8192, 8192, 4), (8193, 8192, 1),
@@ -164,7 +164,7 @@ def test_segments_depend_on_the_matrix_alone_and_cover_it() -> None:
 
 def check_segments(device: str, dtype: torch.dtype, depth: int, tiles: list[Tile]) -> None:
     """A program for each segment, and one for all, add up the same."""
-    products = batch_invariant_triton
+    products = products_triton
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(9, depth, generator=generator).to(device, dtype)
     weight = torch.randn(40, depth, generator=generator).to(device, dtype)
@@ -181,7 +181,7 @@ def check_segments(device: str, dtype: torch.dtype, depth: int, tiles: list[Tile
 
 @interpreted
 def test_interpreted_segments() -> None:
-    tile = batch_invariant_triton.HALF_TILE_NARROW
+    tile = products_triton.HALF_TILE_NARROW
     check_segments("cpu", torch.float16, 2050, [tile])
     check_segments("cpu", torch.float16, 8192, [tile])
 
@@ -196,18 +196,18 @@ def check_products(device: str, dtypes: tuple[torch.dtype, ...], shapes: list[tu
             x = torch.randn(rows, depth, generator=generator).to(device, dtype)
             weight = torch.randn(columns, depth, generator=generator).to(device, dtype)
             bias = torch.randn(columns, generator=generator).to(device, dtype)
-            out = batch_invariant_triton.matmul_by_row(x, weight.t(), bias)
+            out = products_triton.matmul_by_row(x, weight.t(), bias)
             exact = x.double() @ weight.double().t() + bias.double()
             unit = torch.finfo(dtype).eps
             scale = x.double().norm(dim=1)[:, None] * weight.double().norm(dim=1)[None, :]
             accumulation = torch.finfo(torch.float32).eps * depth**0.5 * scale
             assert ((out.double() - exact).abs() <= unit * exact.abs() + accumulation).all()
-            row_major = batch_invariant_triton.matmul_by_row(x, weight.t().contiguous(), bias)
+            row_major = products_triton.matmul_by_row(x, weight.t().contiguous(), bias)
             assert torch.equal(row_major, out)
             for count in counts:
                 for first in {0, rows - count, (rows - count) // 3}:
                     some = x[first : first + count]
-                    product = batch_invariant_triton.matmul_by_row(some, weight.t(), bias)
+                    product = products_triton.matmul_by_row(some, weight.t(), bias)
                     assert torch.equal(product, out[first : first + count]), (dtype, count, first)
 
 
@@ -226,15 +226,15 @@ def whole_numbers(*shape: int) -> Tensor:
 @pytest.mark.parametrize("depth", (72, 8200))
 def test_interpreted_wide_products_are_those_of_other_tiles(depth: int) -> None:
     """Tiles at all edges, several of a program, with K in segments and without."""
-    products = batch_invariant_triton
+    products = products_triton
     x, weight, bias = whole_numbers(131, depth), whole_numbers(260, depth), whole_numbers(260)
     segments = products.segments_of(x.dtype, 260, depth)
     size = products.segment_size(depth, segments)
     assert segments == (4 if depth == 8200 else 1)
-    assert invariant_wide_triton.takes(x, weight.t())
-    assert not invariant_wide_triton.takes(x[:, 1:], weight[:, 1:].t())
+    assert wide_triton.takes(x, weight.t())
+    assert not wide_triton.takes(x[:, 1:], weight[:, 1:].t())
     for given in (None, bias):
-        out = invariant_wide_triton.wide_product(x, weight.t(), given, segments, size, 3)
+        out = wide_triton.wide_product(x, weight.t(), given, segments, size, 3)
         exact = x.double() @ weight.double().t() + (0 if given is None else given.double())
         assert torch.equal(out.double(), exact.half().double())
 
@@ -243,7 +243,7 @@ def test_interpreted_wide_products_are_those_of_other_tiles(depth: int) -> None:
 def test_interpreted_swiglu_of_a_product_is_that_of_its_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    products, gated = batch_invariant_triton, invariant_gated_triton
+    products, gated = products_triton, gated_triton
     x, weight = whole_numbers(131, 72), whole_numbers(2 * 75, 72)
     assert gated.takes_gated(x, weight.t())
     assert not gated.takes_gated(x.float(), weight.float().t())
@@ -259,7 +259,7 @@ def test_interpreted_swiglu_of_a_product_is_that_of_its_numbers(
 
 def check_norm_of_segments(device: str, dtype: torch.dtype, rows: int, hidden: int) -> None:
     """A norm that adds up segments gives what one behind the product gives."""
-    products = batch_invariant_triton
+    products = products_triton
     generator = torch.Generator().manual_seed(4)
     x, weight, residual, norm, bias = (
         torch.randn(shape, generator=generator).to(device, dtype)
@@ -277,7 +277,7 @@ def check_norm_of_segments(device: str, dtype: torch.dtype, rows: int, hidden: i
 
 @interpreted
 def test_interpreted_norm_of_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    products = batch_invariant_triton
+    products = products_triton
     tile = products.HALF_TILE_NARROW
     monkeypatch.setattr(products, "choose_tile", lambda *_: (tile, True))
     check_norm_of_segments("cpu", torch.float16, 3, 40)
@@ -292,14 +292,14 @@ class TestOnGpu:
     @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
     @pytest.mark.parametrize("rows", (1, 32, 128))
     def test_norm_of_segments(self, rows: int, dtype: torch.dtype, device: str) -> None:
-        batch_invariant_triton.find_tiles(torch.device("cuda", 0), dtype)
+        products_triton.find_tiles(torch.device("cuda", 0), dtype)
         check_norm_of_segments(device, dtype, rows, 4096)
 
     @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
     def test_wide_products_are_found_and_have_the_same_bits(
         self, dtype: torch.dtype, device: str
     ) -> None:
-        products, gpu = batch_invariant_triton, torch.device("cuda", 0)
+        products, gpu = products_triton, torch.device("cuda", 0)
         products.find_tiles(gpu, dtype)
         if torch.cuda.get_device_capability() == (9, 0):
             assert (gpu, dtype) in products._wide
@@ -316,20 +316,20 @@ class TestOnGpu:
     def test_swiglu_in_a_product_has_the_bits_of_one_behind_it(
         self, columns: int, dtype: torch.dtype, device: str
     ) -> None:
-        products, gpu = batch_invariant_triton, torch.device("cuda", 0)
+        products, gpu = products_triton, torch.device("cuda", 0)
         products.find_tiles(gpu, dtype)
         x = torch.randn(2100, 4096 if columns > 8192 else 1000, device=device).to(dtype)
         weight = torch.randn(columns, x.shape[1], device=device).to(dtype) / 32
         chunk = swiglu(products.matmul_by_row(x, weight.t()))
         for rows in (1, 3, 32, 64, 65, 128, 300, 2100):
-            out = invariant_gated_triton.gated_by_row(x[:rows], weight.t())
+            out = gated_triton.gated_by_row(x[:rows], weight.t())
             assert torch.equal(out, chunk[:rows]), rows
 
     @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
     def test_all_tiles_have_the_same_bits(
         self, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        products, gpu = batch_invariant_triton, torch.device("cuda", 0)
+        products, gpu = products_triton, torch.device("cuda", 0)
         monkeypatch.setattr(products, "_same", {})
         x = torch.randn(300, 1003, device=device).to(dtype)
         weight, bias = torch.randn(1000, 1003, device=device).to(dtype), None
@@ -343,14 +343,14 @@ class TestOnGpu:
     @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
     @pytest.mark.parametrize("depth", (2050, 4096, 14336))
     def test_segments(self, depth: int, dtype: torch.dtype, device: str) -> None:
-        check_segments(device, dtype, depth, list(batch_invariant_triton.HALF_TILES))
+        check_segments(device, dtype, depth, list(products_triton.HALF_TILES))
 
     @pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (28672, 4096)])
     def test_rows_of_a_step_have_the_bits_of_a_chunk(
         self, shape: tuple[int, int], device: str
     ) -> None:
         """With what is chosen for each number of rows, in a graph too."""
-        products = batch_invariant_triton
+        products = products_triton
         products.find_tiles(torch.device("cuda", 0), torch.bfloat16)
         x = torch.randn(2048, shape[1], device=device).bfloat16()
         weight = torch.randn(shape, device=device).bfloat16()
@@ -406,9 +406,9 @@ class TestOnGpu:
             out = product(x, weight, bias)
             one = product(x[4:5], weight, bias)
         assert torch.equal(out[4:5], one)
-        expected = batch_invariant_triton.matmul_by_row(x, weight.t())
+        expected = products_triton.matmul_by_row(x, weight.t())
         if number < 2:
-            expected = batch_invariant_triton.matmul_by_row(x, weight.t(), bias)
+            expected = products_triton.matmul_by_row(x, weight.t(), bias)
         else:
             expected = expected + bias
         assert torch.equal(out, expected)

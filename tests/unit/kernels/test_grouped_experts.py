@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.kernels import trial
-from megatron_async.kernels.gemm.batch_invariant import batch_invariant_mode
+from megatron_async.kernels.gemm.invariant.mode import batch_invariant_mode
 from megatron_async.kernels.moe.mxfp4 import pack, unpack
 from megatron_async.kernels.moe.reference import NO_EXPERT, Routing, expert_mlp
 from megatron_async.kernels.moe.settings import ExpertActivation

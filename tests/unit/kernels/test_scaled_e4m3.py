@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_async.kernels.gemm.batch_invariant import batch_invariant_mode
+from megatron_async.kernels.gemm.invariant.mode import batch_invariant_mode
 from megatron_async.models.quantized import inputs as reference
 from megatron_async.models.quantized.values import E4M3
 from tests.support.compiled_kernels import HOPPER, LIMIT_OF, compiles, compiling_for, empty
@@ -19,7 +19,7 @@ from tests.support.sweeps import some
 
 if HAS_TRITON:
     from megatron_async.kernels.gemm import e4m3_inputs, scaled_e4m3
-    from megatron_async.kernels.gemm.batch_invariant_triton import Tile
+    from megatron_async.kernels.gemm.invariant.products_triton import Tile
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

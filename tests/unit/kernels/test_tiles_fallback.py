@@ -84,7 +84,7 @@ KERNELS: dict[str, tuple[str, Callable[[], None]]] = {
         "attention.paged_prefill_triton",
         lambda: launches.attention(8, 2, 128, HALF, prefill=True),
     ),
-    "_matmul_kernel": ("gemm.batch_invariant_triton", lambda: launches.product(8, 64, 64, HALF)),
+    "_matmul_kernel": ("gemm.invariant.products_triton", lambda: launches.product(8, 64, 64, HALF)),
     "_scan_kernel": (
         "mamba.scan_triton", lambda: launches.scan(MambaSizes(8, 64, 1, 32), HALF),
     ),

@@ -158,7 +158,7 @@ def test_tiles_of_attention_fit(gpu: str, dtype: torch.dtype) -> None:
 @on_limits
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tiles_of_invariant_products_and_scans_fit(gpu: str, dtype: torch.dtype) -> None:
-    from megatron_async.kernels.gemm import batch_invariant_triton as products
+    from megatron_async.kernels.gemm.invariant import products_triton as products
     from megatron_async.kernels.mamba import scan_triton
 
     limit, size = LIMITS[gpu], dtype.itemsize
@@ -315,7 +315,7 @@ def test_an_h100_gets_what_was_measured_with() -> None:
 
 @needs_triton
 def test_an_h100_gets_the_products_and_scans_that_were_measured_with() -> None:
-    from megatron_async.kernels.gemm import batch_invariant_triton as products
+    from megatron_async.kernels.gemm.invariant import products_triton as products
     from megatron_async.kernels.mamba import scan_triton
 
     for dtype, narrow, wide in (
@@ -386,7 +386,7 @@ def test_the_compiler_gives_no_more_than_the_bounds(
         paged_prefill_triton,
     )
     from megatron_async.kernels.attention.invariant import invariant_triton
-    from megatron_async.kernels.gemm import batch_invariant_triton as products
+    from megatron_async.kernels.gemm.invariant import products_triton as products
 
     limit, half = LIMIT_OF[capability], torch.bfloat16
     for module in (paged_decode_triton, paged_prefill_triton, invariant_triton, products):

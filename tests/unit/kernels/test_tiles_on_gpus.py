@@ -246,7 +246,7 @@ def test_attention_takes_no_more_than_its_bound(
 def test_products_and_scans_take_no_more_than_their_bound(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_async.kernels.gemm import batch_invariant_triton as products
+    from megatron_async.kernels.gemm.invariant import products_triton as products
     from megatron_async.kernels.mamba import scan_triton
 
     limit, size = block_limit(torch.device("cuda", 0)), dtype.itemsize
@@ -309,15 +309,15 @@ def little(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
     from megatron_async.kernels import fitting
     from megatron_async.kernels.attention import paged_decode_triton
-    from megatron_async.kernels.gemm import batch_invariant_triton
+    from megatron_async.kernels.gemm.invariant import products_triton
     from megatron_async.kernels.moe import decode
 
     kernels: list[Any] = [
-        paged_decode_triton._split_kernel, batch_invariant_triton._matmul_kernel,
+        paged_decode_triton._split_kernel, products_triton._matmul_kernel,
         decode.router_kernel, decode.up_kernel, decode.down_kernel,
     ]  # fmt: skip
     monkeypatch.setattr(compiler, "max_shared_mem", lambda device: 36_000)
-    monkeypatch.setattr(batch_invariant_triton, "_same", {})
+    monkeypatch.setattr(products_triton, "_same", {})
     fitting._warn.cache_clear()
     for kernel in kernels:
         kernel.device_caches.clear()
@@ -327,7 +327,7 @@ def little(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 
 def test_launches_fall_back_and_are_captured(little: int, caplog: pytest.LogCaptureFixture) -> None:
-    from megatron_async.kernels.gemm.batch_invariant_triton import matmul_by_row
+    from megatron_async.kernels.gemm.invariant.products_triton import matmul_by_row
 
     case = make_case(
         [1, 300, 700], heads=8, kv_heads=2, head_dim=128, block_size=16, dtype=HALF, device="cuda"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_async.kernels.gemm.batch_invariant import batch_invariant_mode, is_on
+from megatron_async.kernels.gemm.invariant.mode import batch_invariant_mode, is_on
 from megatron_async.models.quantized import linear
 from megatron_async.models.quantized.values import E4M3
 from tests.support.compiled_kernels import HOPPER, compiles, compiling_for, empty

@@ -29,14 +29,14 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from megatron_async.kernels.fitting import launch_fitting
-from megatron_async.kernels.gemm import invariant_skinny as skinny
-from megatron_async.kernels.gemm.invariant_sums_triton import (
+from megatron_async.kernels.gemm.invariant import skinny
+from megatron_async.kernels.gemm.invariant.sums_triton import (
     join_kernel,
     prefetch,
     sum_in_order,
     sum_of_segments,
 )
-from megatron_async.kernels.gemm.invariant_wide_triton import (
+from megatron_async.kernels.gemm.invariant.wide_triton import (
     BLOCK_M,
     takes,
     tiles,

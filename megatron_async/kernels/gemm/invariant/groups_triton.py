@@ -1,5 +1,5 @@
 """Products of groups of rows, each with a matrix of its own, with the bits of
-``batch_invariant_triton.matmul_by_row``."""
+``products_triton.matmul_by_row``."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.kernels.fitting import launch_fitting
-from megatron_async.kernels.gemm.batch_invariant_triton import (
+from megatron_async.kernels.gemm.invariant.products_triton import (
     DTYPES,
     Tile,
     choose_tile,
@@ -19,7 +19,7 @@ from megatron_async.kernels.gemm.batch_invariant_triton import (
     segments_of,
     smaller,
 )
-from megatron_async.kernels.gemm.invariant_sums_triton import sum_of_segments
+from megatron_async.kernels.gemm.invariant.sums_triton import sum_of_segments
 
 
 @triton.jit

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from megatron_async.kernels.gemm.invariant_skinny import Product
+from megatron_async.kernels.gemm.invariant.skinny import Product
 
 
 def products_of(model: torch.nn.Module) -> Iterator[Product]:
     """What decode steps may multiply by, each once: matrices in bfloat16. Not all of them are
     multiplied by, as an embedding is not."""
-    from megatron_async.kernels.gemm.batch_invariant_triton import segments_of
+    from megatron_async.kernels.gemm.invariant.products_triton import segments_of
     from megatron_async.models.spec import multiplies_with_swiglu
 
     mlps: list[Any] = [each for each in model.modules() if multiplies_with_swiglu(each)]

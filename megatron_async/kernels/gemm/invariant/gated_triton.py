@@ -1,5 +1,5 @@
 """SwiGLU of a product in one order of K, with the bits of ``norm/swiglu.py`` behind
-``batch_invariant_triton.matmul_by_row``.
+``products_triton.matmul_by_row``.
 
 A program has columns of the gate and those of the other half that they meet. Both are rounded as
 the product is, so what is not written and read again are twice the columns of the result.
@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.kernels.fitting import launch_fitting
-from megatron_async.kernels.gemm import invariant_skinny as skinny
-from megatron_async.kernels.gemm.batch_invariant_triton import (
+from megatron_async.kernels.gemm.invariant import skinny
+from megatron_async.kernels.gemm.invariant.products_triton import (
     GROUP_M,
     Tile,
     choose_tile,
@@ -26,7 +26,7 @@ from megatron_async.kernels.gemm.batch_invariant_triton import (
     segments_of,
     smaller,
 )
-from megatron_async.kernels.gemm.invariant_sums_triton import prefetch
+from megatron_async.kernels.gemm.invariant.sums_triton import prefetch
 from megatron_async.kernels.norm.swiglu import gated, swiglu
 from megatron_async.kernels.pdl import pdl_enter, uses_pdl
 

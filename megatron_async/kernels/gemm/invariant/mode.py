@@ -52,7 +52,7 @@ def is_on() -> bool:
 
 
 def _by_row(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    from megatron_async.kernels.gemm.batch_invariant_triton import DTYPES, matmul_by_row
+    from megatron_async.kernels.gemm.invariant.products_triton import DTYPES, matmul_by_row
 
     if b.dim() != 2 or a.dim() < 1:
         raise ConfigError(
@@ -96,8 +96,8 @@ def _grouped_mm(
 ) -> Tensor:
     """Rows ``[T, K]`` sorted by group, times ``[G, K, N]``; ``offs`` int32 ``[G]`` are the ends of
     the groups."""
-    from megatron_async.kernels.gemm.batch_invariant_triton import DTYPES
-    from megatron_async.kernels.gemm.invariant_groups_triton import matmul_by_group
+    from megatron_async.kernels.gemm.invariant.groups_triton import matmul_by_group
+    from megatron_async.kernels.gemm.invariant.products_triton import DTYPES
 
     if input.dim() != 2 or mat2.dim() != 3 or offs is None or (bias, out_dtype) != (None, None):
         raise ConfigError(
@@ -113,7 +113,7 @@ def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor | None:
     """SwiGLU of ``x [..., K]`` times ``weight [2 F, K]`` in one kernel: ``[..., F]``, with the bits
     of a product inside of :func:`batch_invariant_mode` and ``norm/swiglu.py`` behind it. None where
     no kernel takes these; tensors are on CUDA."""
-    from megatron_async.kernels.gemm.invariant_gated_triton import gated_by_row, takes_gated
+    from megatron_async.kernels.gemm.invariant.gated_triton import gated_by_row, takes_gated
 
     matrix = weight.t()
     return gated_by_row(x, matrix) if takes_gated(x, matrix) else None
@@ -124,7 +124,7 @@ def linear_in_segments(x: Tensor, weight: Tensor) -> Tensor | None:
     ..., N]``: added up one after the other and rounded they are the product inside of
     :func:`batch_invariant_mode`. None where it has one segment, or one program for all; tensors are
     on CUDA."""
-    from megatron_async.kernels.gemm.batch_invariant_triton import DTYPES, segments_by_row
+    from megatron_async.kernels.gemm.invariant.products_triton import DTYPES, segments_by_row
 
     if x.dtype not in DTYPES or weight.dtype != x.dtype:
         return None
@@ -135,7 +135,7 @@ def prepare(device: torch.device, dtype: torch.dtype) -> None:
     """Find the tiles that products on a GPU may have; elsewhere and for other dtypes do nothing.
     This compiles kernels, and waits for the device."""
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        from megatron_async.kernels.gemm.batch_invariant_triton import find_tiles
+        from megatron_async.kernels.gemm.invariant.products_triton import find_tiles
 
         find_tiles(torch.device(device.type, device.index or 0), dtype)
 

@@ -3,7 +3,7 @@
 A program stays on its multiprocessor and takes tile after tile; operands of the next one come in
 while the last one is stored. Where K has segments a program takes a tile's one after the other and
 keeps their sum in a scratch tile of its own, which stays in the L2 cache: there are no registers
-for two sums of 128 x 256 numbers. So numbers are added up as ``invariant_sums_triton.py`` does.
+for two sums of 128 x 256 numbers. So numbers are added up as ``sums_triton.py`` does.
 """
 
 # mypy: disable-error-code="no-untyped-def"

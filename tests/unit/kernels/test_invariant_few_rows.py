@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_async.kernels.gemm import invariant_skinny as skinny
-from megatron_async.kernels.gemm.invariant_skinny import Product, multiply, takes, tile_config
+from megatron_async.kernels.gemm.invariant import skinny
+from megatron_async.kernels.gemm.invariant.skinny import Product, multiply, takes, tile_config
 from megatron_async.kernels.shared_memory import HOPPER_BYTES
 from tests.support import emulator
 from tests.support.cuda_kernels import emulated
@@ -164,7 +164,7 @@ class TestOnGpu:
         ),
     )  # fmt: skip
     def test_bits_are_those_of_a_chunk(self, product: Product, device: str) -> None:
-        from megatron_async.kernels.gemm import batch_invariant_triton as products
+        from megatron_async.kernels.gemm.invariant import products_triton as products
         from megatron_async.kernels.norm.swiglu import swiglu
 
         gpu = torch.device("cuda", 0)

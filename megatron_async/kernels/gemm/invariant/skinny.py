@@ -2,7 +2,7 @@
 
 It streams a weight once, and has its first tiles come in while the kernel in front still runs. Its
 instructions add columns of K up in their order, as those that Triton makes do, and of CTAs that
-share K each has a segment of it. So a row has the bits of ``batch_invariant_triton.py``; whether it
+share K each has a segment of it. So a row has the bits of ``products_triton.py``; whether it
 has on a GPU is looked at once there (:func:`find_products`). Only what :func:`load` has loaded is
 used: nothing is compiled for a product that is waited for.
 """

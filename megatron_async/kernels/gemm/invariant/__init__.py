@@ -1,0 +1,1 @@
+"""Products whose rows have bits of their own, whatever their number."""
