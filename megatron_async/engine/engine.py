@@ -330,6 +330,8 @@ class DynamicInferenceEngine:
         A request has its text, up to a stop word, log-probabilities as far as it asked for them,
         the ``seed`` that its randomness came from, and with ``n`` or ``best_of`` its ``choices``.
 
+        While the engine sleeps it waits for another thread to wake it up, and logs a warning.
+
         Args:
             prompts: several; a single text is taken as one prompt.
             sampling_params: for all prompts, or one for each.
@@ -339,6 +341,7 @@ class DynamicInferenceEngine:
                 started.
         """
         each = prompts_with_params(prompts, sampling_params)
+        self.sleep_mode.warn_of_waiting("generate()")
         return self._driver.generate(each)
 
     def score(

@@ -6,6 +6,7 @@ waking up costs the copy of the weights and zeros in the cache.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ from megatron_async.errors import CacheTooLargeError, ConfigError, RequestError,
 
 if TYPE_CHECKING:
     from megatron_async.graph_audit.audit import GraphAudit
+
+logger = logging.getLogger(__name__)
 
 WEIGHTS = "weights"
 KV_CACHE = "kv_cache"
@@ -110,10 +113,22 @@ class SleepMode:
 
     def check_awake(self) -> None:
         """Raises RequestError while it sleeps."""
+        reason = self._why_asleep()
+        if reason is not None:
+            raise RequestError(reason)
+
+    def warn_of_waiting(self, call: str) -> None:
+        """Log that ``call`` returns when another thread has woken the engine up, if it sleeps."""
+        reason = self._why_asleep()
+        if reason is not None:
+            logger.warning("%s waits for another thread: %s", call, reason)
+
+    def _why_asleep(self) -> str | None:
         if self.asleep:
-            raise RequestError("the engine sleeps; wake_up() first")
+            return "the engine sleeps; wake_up() first"
         if self.lost_weights:
-            raise RequestError("the weights were discarded; give new ones with update_weights")
+            return "the weights were discarded; give new ones with update_weights"
+        return None
 
     def check_weights(self) -> None:
         """Raises RequestError while there is no memory for weights."""

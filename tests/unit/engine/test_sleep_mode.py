@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -136,6 +138,20 @@ def test_an_engine_suspended_in_its_sleep_stays_suspended(engine: DynamicInferen
     engine.sleep()
     engine.wake_up()
     assert not engine.suspended
+
+
+def test_who_generates_meanwhile_waits_and_is_told(
+    engine: DynamicInferenceEngine, expected: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        engine.sleep()
+        asked = pool.submit(engine.generate, PROMPTS, greedy(20))
+        while not caplog.text:  # the call has begun
+            assert not asked.done()
+            time.sleep(0.01)
+        assert "generate() waits for another thread: the engine sleeps; wake_up()" in caplog.text
+        engine.wake_up()
+        assert [request.generated_tokens for request in asked.result()] == expected
 
 
 def test_what_cannot_sleep_says_so(engine: DynamicInferenceEngine) -> None:
