@@ -197,10 +197,9 @@ class GPTNetwork(Network):
     def prepare(self, rows: list[int], context: Any) -> None:
         """Compile what decoding ``rows`` rows needs, ahead of their capture."""
         if self.batch_invariant and self.device.type == "cuda":
-            from megatron_async.kernels.gemm.invariant.skinny import load
-            from megatron_async.models.description.invariant_products import products_of
+            from megatron_async.models.description.invariant_products import load_products
 
-            load(products_of(self.model), rows, self.device)
+            load_products(self.model, rows, self.device)
         if self._fused is not None and context.gemm_autotune_seconds:
             from megatron_async.models.fused.autotune import tune_and_keep
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from megatron_async.sampling.log_probs import (
 )
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.step.slot_fields import request_values
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def exact_log_probs(
@@ -98,7 +101,7 @@ class _LogProbs(torch.autograd.Function):
 
 def _of_model(logits: Tensor, tokens: Tensor) -> Tensor:
     """:func:`token_log_prob`, on a GPU in one kernel."""
-    if logits.is_cuda:
+    if logits.is_cuda and HAS_TRITON:
         from megatron_async.kernels.sampling import token_log_prob as kernel
 
         if kernel.takes(logits):

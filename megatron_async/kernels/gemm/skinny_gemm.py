@@ -3,7 +3,7 @@ are built and called."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +36,8 @@ ALONE_BYTES = 116 * 1024
 :func:`alone_ctas` on), but not more: started while the kernel before still runs, two of them would
 else share one SM and others have none."""
 
-MOST_INPUT_MAPS = 4096
-"""Inputs, by address and rows, whose TMA maps are kept."""
+MOST_MAPS = 1024
+"""TMA maps that are kept, by address."""
 
 
 class MmaArguments(NamedTuple):
@@ -316,13 +316,15 @@ class SkinnyGemm:
             raise TypeError(f"{self._config.kernel}: w must be {wanted}, not {weight.dtype}")
         key, tiles = weight.data_ptr(), self._config.row_tiles
         row, columns = self._k * weight.element_size(), stage_columns(self._scale_columns)
-        if key not in self._weight_maps:
+        found = self._weight_maps.get(key)
+        if found is None:
             sizes, strides, tile = [self._k, self._n], [row], [columns, 16 * tiles]
             if self._gated:  # eight rows of gate, eight of up
                 sizes, tile = [self._k, 8, 2, self._n // 16], [columns, 8, 2, tiles]
                 strides = [row, self._n // 2 * row, 8 * row]
-            self._weight_maps[key] = cuda.tensor_map(weight, sizes, strides, tile)
-        return self._weight_maps[key]
+            found = cuda.tensor_map(weight, sizes, strides, tile)
+            _keep(self._weight_maps, key, found)
+        return found
 
     def _x_map(self, x: Tensor) -> TensorMap:
         """x in TMA tiles of all its rows."""
@@ -330,13 +332,20 @@ class SkinnyGemm:
         if x.dtype != wanted:
             raise TypeError(f"{self._config.kernel}: x must be {wanted}, not {x.dtype}")
         key, row = (x.data_ptr(), x.shape[0]), self._k * x.element_size()
-        if key not in self._x_maps:
-            if len(self._x_maps) == MOST_INPUT_MAPS:  # launches and graphs have copies
-                self._x_maps.clear()
+        found = self._x_maps.get(key)
+        if found is None:
             columns = E4M3_STAGE_K if self._e4m3_inputs else STAGE_K
             tile = [columns, 8 * row_groups(self._rows)]
-            self._x_maps[key] = cuda.tensor_map(x, [self._k, x.shape[0]], [row], tile)
-        return self._x_maps[key]
+            found = cuda.tensor_map(x, [self._k, x.shape[0]], [row], tile)
+            _keep(self._x_maps, key, found)
+        return found
+
+
+def _keep(maps: dict[Any, TensorMap], key: Any, found: TensorMap) -> None:
+    """A map says where a tensor lies, and how: launches and graphs have copies of it."""
+    if len(maps) >= MOST_MAPS:
+        maps.clear()
+    maps[key] = found
 
 
 def alone_ctas(sm_count: int) -> int:

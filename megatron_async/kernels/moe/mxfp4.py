@@ -6,8 +6,8 @@
 
 Checkpoints have the lower four bits of a byte first. Here the 32 bits of eight neighbours are in
 another order (:func:`arrange`), in which kernels find sign, exponent and mantissa of two numbers
-where bfloat16 has them after one shift at most. Rows that are cut between blocks of 32 are what
-cut rows become.
+where bfloat16 has them after a shift or two. Rows that are cut between blocks of 32 are what cut
+rows become.
 """
 
 from __future__ import annotations
@@ -38,18 +38,27 @@ def arrange(stored: Tensor) -> Tensor:
     bits of a word to these places.
     """
     words = _words(stored)
-    # Each has a bit of both halves, in bits 0 and 16.
-    sign, high, low, half = (
-        [(words >> (4 * pair + bit)) & 0x10001 for pair in range(4)] for bit in (3, 2, 1, 0)
-    )
-    arranged = (sign[0] << 15) | (high[0] << 8) | (low[0] << 7) | (half[0] << 6)
-    arranged |= (sign[1] << 9) | (high[1] << 2) | (low[1] << 1) | half[1]
-    arranged |= sign[2] << 3
-    for bit, of_pair in ((12, high[2]), (11, low[2]), (10, half[2])):
-        arranged |= _other_half(of_pair) << bit
-    thirteenth = sign[3] ^ ((low[3] ^ sign[3]) >> 16)
-    arranged |= (thirteenth << 13) | ((low[3] ^ thirteenth) << 5)
-    arranged |= ((high[3] ^ half[0]) << 14) | ((half[3] ^ _other_half(high[2])) << 4)
+    sign, high, low, half = 3, 2, 1, 0
+
+    def bit(pair: int, which: int) -> Tensor:
+        """A bit of both numbers, in bits 0 and 16. It is made where it is needed: all of them
+        take 16 times the memory of the words."""
+        return (words >> (4 * pair + which)) & 0x10001
+
+    arranged = bit(0, sign) << 15
+    for pair, which, place in (
+        (0, high, 8), (0, low, 7), (0, half, 6),
+        (1, sign, 9), (1, high, 2), (1, low, 1), (1, half, 0),
+        (2, sign, 3),
+    ):  # fmt: skip
+        arranged |= bit(pair, which) << place
+    for which, place in ((high, 12), (low, 11), (half, 10)):
+        arranged |= _other_half(bit(2, which)) << place
+    thirteenth = bit(3, sign) ^ ((bit(3, low) ^ bit(3, sign)) >> 16)
+    arranged |= thirteenth << 13
+    arranged |= (bit(3, low) ^ thirteenth) << 5
+    arranged |= (bit(3, high) ^ bit(0, half)) << 14
+    arranged |= (bit(3, half) ^ _other_half(bit(2, high))) << 4
     return arranged.view(PACKED)
 
 
@@ -57,7 +66,9 @@ def _words(packed: Tensor) -> Tensor:
     """int32 ``[..., k / 8]``, eight numbers each: of memory of its own where ``packed`` is not
     contiguous, or begins where no word may."""
     whole = packed.contiguous()
-    return (whole if whole.storage_offset() % 4 == 0 else whole.clone()).view(torch.int32)
+    # A dimension of one row may have any stride.
+    begins = whole.storage_offset() % 4 == 0 and all(s % 4 == 0 for s in whole.stride()[:-1])
+    return (whole if begins else torch.clone(whole.reshape(-1)).view(whole.shape)).view(torch.int32)
 
 
 def _other_half(bits: Tensor) -> Tensor:

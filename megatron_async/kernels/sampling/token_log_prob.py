@@ -9,6 +9,8 @@ nothing else.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import triton
 import triton.language as tl
@@ -79,7 +81,10 @@ def token_log_prob(logits: Tensor, tokens: Tensor) -> Tensor:
     """
     rows, vocab_size = logits.shape
     out = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    if rows:
+    if not rows:
+        return out
+    # Triton launches on the current device.
+    with torch.cuda.device(logits.device) if logits.is_cuda else nullcontext():
         _token_log_prob_kernel[(rows,)](
             logits, logits.stride(0), tokens.contiguous(), out, vocab_size, BLOCK=BLOCK,
             num_warps=_WARPS, enable_fp_fusion=False,

@@ -30,6 +30,11 @@ from triton.runtime.errors import OutOfResources
 
 from megatron_async.kernels.fitting import launch_fitting
 from megatron_async.kernels.gemm.invariant import skinny
+from megatron_async.kernels.gemm.invariant.segments import (
+    FEW_COLUMNS,
+    segment_size,
+    segments_of,
+)
 from megatron_async.kernels.gemm.invariant.sums_triton import (
     join_kernel,
     prefetch,
@@ -66,8 +71,9 @@ class Tile(NamedTuple):
 
 NARROW = 2048
 """GEMMs with no more columns get narrow tiles, so that more programs share the reading."""
-FEW_COLUMNS, FEW_ROWS = 8192, 256
-"""Up to these, programs with smaller tiles read more in all, and end sooner."""
+FEW_ROWS = 256
+"""Up to these, and up to :data:`FEW_COLUMNS`, programs with smaller tiles read more in all, and end
+sooner."""
 GROUP_M = 16
 """Tiles of rows that run together with the same columns, which they share in the L2 cache."""
 HALF_TILE = Tile(64, 64, 128, num_warps=4, num_stages=4)
@@ -86,8 +92,6 @@ HALF_TILES = (
 those of 64 rows and 64 columns of K two programs share a multiprocessor."""
 WIDEST_SUM = 128 * 128
 """Numbers of a tile beside which a program has registers for the sum of the segments before."""
-SEGMENT_STEP = 128
-"""Segments are multiples of it; each tile's columns of K divide it."""
 MOST_SPLIT = 512
 """Rows of a product whose segments may have programs of their own."""
 JOINED = 1024
@@ -97,24 +101,6 @@ PREFETCHED = 64 * 1024
 PREFETCH_ROWS = 256
 """With more rows a program is not there before its multiprocessor has been at work."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def segments_of(dtype: torch.dtype, columns: int, depth: int) -> int:
-    """How many segments K has: for few columns and a large K programs must share it to be enough.
-    Part of what a row's bits are, so the number of rows must not be asked for."""
-    if dtype is torch.float32 or columns > FEW_COLUMNS:
-        return 1
-    if depth >= 8192:
-        return 4
-    return 2 if depth >= 2048 and columns <= 4096 else 1
-
-
-def segment_size(depth: int, segments: int) -> int:
-    """Columns of K of all segments but the last one, which has the rest; 0 of one alone, since
-    what kernels are compiled with need not know them."""
-    if segments == 1:
-        return 0
-    return -(-depth // (segments * SEGMENT_STEP)) * SEGMENT_STEP
 
 
 def shared_bytes(tile: Tile, element_size: int, limit: int) -> int:
@@ -182,7 +168,7 @@ def find_tiles(device: torch.device, dtype: torch.dtype) -> None:
     if dtype is torch.bfloat16:
         other = skinny.find_products(device, values, _expected_of_few)
         if other is not None:
-            logger.warning("%s has other bits by CUDA on this GPU: it is not used", other)
+            logger.warning("kernels in CUDA for few rows are not used on this GPU: %s", other)
 
 
 def _is_wide_same(values: Callable[..., Tensor]) -> bool:

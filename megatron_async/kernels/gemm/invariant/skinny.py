@@ -10,6 +10,7 @@ used: nothing is compiled for a product that is waited for.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.compile import KernelTooLargeError
+from megatron_async.kernels.gemm.invariant.segments import segment_size
 from megatron_async.kernels.gemm.skinny_gemm import SkinnyGemm, defines
 from megatron_async.kernels.gemm.tile_config import (
     MAX_ROWS,
@@ -57,6 +59,8 @@ class Product(NamedTuple):
 
 _loaded: dict[tuple[torch.device, Product, int], SkinnyGemm] = {}
 """By GPU, product and padded rows."""
+_weights: dict[int, weakref.ref[Tensor]] = {}
+"""By address, what the kernel may read before the kernel in front of it has ended."""
 _same: set[torch.device] = set()
 """GPUs on which they have the bits of Triton's kernels."""
 
@@ -69,12 +73,16 @@ def padded_rows(rows: int) -> int:
 @functools.cache
 def tile_config(product: Product, rows: int, sm_count: int, limit: int) -> TileConfig | None:
     """How it is computed for padded ``rows`` on such a GPU: as should be quickest of what gives
-    each CTA one segment of K, in order; None if nothing does.
+    each CTA one segment of K, in order; None if nothing does, as where segments have not all one
+    size: the kernel divides K evenly.
 
     Partial sums go through clusters: a workspace would be shared by all streams.
     """
     columns, depth, segments, gated = product
-    if columns > MOST_COLUMNS or columns < LEAST_COLUMNS or depth % (segments * STAGE_K):
+    is_even = depth % STAGE_K == 0 and (
+        segments == 1 or segments * segment_size(depth, segments) == depth
+    )
+    if not is_even or not LEAST_COLUMNS <= columns <= MOST_COLUMNS:
         return None
     problem = GemmProblem(rows, columns, depth, NO_NORM, SILU_GATE if gated else STORE)
     found = ranked_in_order(problem, segments, sm_count=sm_count, limit=limit)
@@ -115,6 +123,19 @@ def load(products: Iterable[Product], rows: Iterable[int], device: torch.device)
             continue
 
 
+def keep_weight(weight: Tensor) -> None:
+    """Have products with this parameter use the kernels. They read a weight before the kernel in
+    front of them has ended, so no kernel in a stream of steps may write it."""
+    _weights[weight.data_ptr()] = weakref.ref(weight)
+
+
+def _is_kept(weight: Tensor) -> bool:
+    """Whether it is a parameter of :func:`keep_weight`, and not what lies where one was."""
+    found = _weights.get(weight.data_ptr())
+    kept = None if found is None else found()
+    return kept is not None and kept.data_ptr() == weight.data_ptr()
+
+
 def _configured(
     products: Iterable[Product], rows: Iterable[int], device: torch.device
 ) -> Iterator[tuple[Product, int, TileConfig]]:
@@ -146,25 +167,29 @@ def _with_index(device: torch.device) -> torch.device:
 def multiply(
     x: Tensor, weight: Tensor, segments: int, bias: Tensor | None = None, *, gated: bool = False
 ) -> Tensor | None:
-    """``x weight^T + bias`` for contiguous x ``[rows, K]`` and a weight ``[columns, K]``, in this
-    many segments of K; with ``gated`` its SwiGLU.
+    """``x weight^T + bias`` for contiguous x ``[rows, K]`` and a parameter ``[columns, K]`` of
+    :func:`keep_weight`, in this many segments of K; with ``gated`` its SwiGLU.
 
     Returns:
         bfloat16 ``[rows, columns]``, of SwiGLU half the columns; None where no kernel was loaded
         for such a product.
     """
     gemm = _kernel_for(x, weight, segments, gated=gated)
-    if gemm is None:
-        return None
+    return None if gemm is None else _run(gemm, x, weight, bias, gated=gated)
+
+
+def takes(x: Tensor, weight: Tensor, segments: int) -> bool:
+    """Whether :func:`multiply` computes it."""
+    return _kernel_for(x, weight, segments, gated=False) is not None
+
+
+def _run(
+    gemm: SkinnyGemm, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gated: bool
+) -> Tensor:
     columns = weight.shape[0] // 2 if gated else weight.shape[0]
     out = x.new_empty(x.shape[0], columns)
     gemm(x, weight, out, bias=bias)
     return out
-
-
-def takes(x: Tensor, weight: Tensor, segments: int, *, gated: bool = False) -> bool:
-    """Whether :func:`multiply` computes it."""
-    return _kernel_for(x, weight, segments, gated=gated) is not None
 
 
 def _kernel_for(x: Tensor, weight: Tensor, segments: int, *, gated: bool) -> SkinnyGemm | None:
@@ -177,12 +202,18 @@ def _kernel_for(x: Tensor, weight: Tensor, segments: int, *, gated: bool) -> Ski
         return None
     columns, depth = weight.shape
     product = Product(columns, depth, segments, gated)
-    return _loaded.get((device, product, padded_rows(rows)))
+    found = _loaded.get((device, product, padded_rows(rows)))
+    return found if found is not None and _is_kept(weight) else None
 
 
 ROWS = (8, 16, 32, 48, 64)
 """Numbers of rows, of which each has instructions of its own."""
-EXAMINED = (Product(2048, 2048, 2), Product(4096, 1024, 1, gated=True), Product(4096, 1024, 1))
+EXAMINED = (
+    Product(4096, 8192, 4),
+    Product(4096, 1024, 1),
+    Product(28672, 1024, 1, gated=True),
+)
+"""What is looked at: CTAs with a tile for each warp and with several, alone and in clusters."""
 
 
 def find_products(
@@ -190,28 +221,30 @@ def find_products(
     values: Callable[..., Tensor],
     expected: Callable[[Tensor, Tensor, Product], Tensor],
 ) -> str | None:
-    """Look once whether products have the bits of ``expected`` on a GPU: they are used if so.
+    """Look once whether products have the bits of ``expected`` on a GPU: they are used if all of
+    :data:`EXAMINED` have.
 
     Args:
         values: random numbers in bfloat16, of a shape.
         expected: of x, a weight and what is asked of them.
 
     Returns:
-        What has other bits; None if nothing has, or there are no such products here.
+        What has other bits, or does not run; None if all is well, or there are no such products.
     """
     device = _with_index(device)
-    if device in _same:
+    if device in _same or not _runs(device):
         return None
-    load(EXAMINED, ROWS, device)
-    examined = [(product, rows) for at, product, rows in _loaded if at == device]
+    try:
+        load(EXAMINED, ROWS, device)
+        for (at, product, rows), gemm in list(_loaded.items()):
+            if at != device or product not in EXAMINED:
+                continue
+            x, weight = values(rows, product.depth), values(product.columns, product.depth)
+            if not torch.equal(
+                _run(gemm, x, weight, gated=product.gated), expected(x, weight, product)
+            ):
+                return f"{product} of {rows} rows has other bits"
+    except RuntimeError as error:
+        return f"products by CUDA do not run: {error}"
     _same.add(device)
-    for product, rows in examined:
-        x, weight = values(rows, product.depth), values(product.columns, product.depth)
-        out = multiply(x, weight, product.segments, gated=product.gated)
-        assert out is not None
-        if not torch.equal(out, expected(x, weight, product)):
-            _same.discard(device)
-            return f"{product} of {rows} rows"
-    if not examined:
-        _same.discard(device)
     return None
