@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_async.checkpoint.targets import Target
 from megatron_async.errors import CheckpointError
-from megatron_async.kernels.moe.mxfp4 import BLOCK, arrange, unpack
+from megatron_async.kernels.moe.mxfp4 import BLOCK, unpack_stored
 
 Kind = Literal["blocks", "scales"]
 Arrange = Callable[[Tensor], Tensor]
@@ -49,7 +49,7 @@ class Mxfp4Target(Target):
             with torch.no_grad():
                 blocks, scales = self.waiting["blocks"], self.waiting["scales"]
                 for expert, view in enumerate(self.view, self.first):
-                    rows = unpack(arrange(blocks[expert].flatten(-2)), scales[expert])
+                    rows = unpack_stored(blocks[expert].flatten(-2), scales[expert])
                     view.copy_(self.select(rows))
             self.waiting.clear()
 

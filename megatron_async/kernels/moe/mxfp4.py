@@ -94,9 +94,19 @@ def unpack(packed: Tensor, scale: Tensor) -> Tensor:
         packed: uint8 ``[..., k / 2]``, as :func:`arrange` gives it.
         scale: uint8 ``[..., k / 32]``.
     """
-    numbers = torch.tensor(_NUMBERS, device=packed.device)
+    return _values(_codes(packed), scale)
+
+
+def unpack_stored(stored: Tensor, scale: Tensor) -> Tensor:
+    """:func:`unpack` of numbers in the order of a checkpoint."""
+    codes = torch.stack((stored & 15, stored >> 4), dim=-1).flatten(-2)
+    return _values(codes.int(), scale)
+
+
+def _values(codes: Tensor, scale: Tensor) -> Tensor:
+    numbers = torch.tensor(_NUMBERS, device=codes.device)
     numbers = torch.cat((numbers, -numbers))
-    values = numbers[_codes(packed)].unflatten(-1, (-1, BLOCK))
+    values = numbers[codes].unflatten(-1, (-1, BLOCK))
     unpacked = torch.ldexp(values, scale.int()[..., None] - _BIAS)
     return unpacked.masked_fill_((scale == NOT_A_NUMBER)[..., None], torch.nan).flatten(-2)
 

@@ -12,7 +12,13 @@ import torch
 
 from megatron_async import DynamicInferenceEngine, EngineConfig
 from megatron_async.checkpoint import load_pretrained
-from megatron_async.kernels.moe.mxfp4 import NOT_A_NUMBER, arrange, pack, unpack
+from megatron_async.kernels.moe.mxfp4 import (
+    NOT_A_NUMBER,
+    arrange,
+    pack,
+    unpack,
+    unpack_stored,
+)
 from megatron_async.kernels.moe.shape import MoeShape
 from megatron_async.kernels.moe.tiles import MoeTiles, Tile
 from megatron_async.kernels.shared_memory import HOPPER_BYTES
@@ -172,7 +178,9 @@ def every_number_at_every_place() -> tuple[torch.Tensor, torch.Tensor]:
 def test_every_number_at_every_place_of_a_word_is_its_value() -> None:
     stored, meant = every_number_at_every_place()
     arranged = arrange(stored)
-    assert torch.equal(unpack(arranged, torch.full((256, 1), 127, dtype=torch.uint8)), meant)
+    scale = torch.full((256, 1), 127, dtype=torch.uint8)
+    assert torch.equal(unpack(arranged, scale), meant)
+    assert torch.equal(unpack_stored(stored, scale), meant)
     assert len(arranged.unique(dim=0)) == 256
     # A word stays what it is when others beside it are cut off.
     assert torch.equal(arrange(stored[:, 4:12]), arranged[:, 4:12])

@@ -215,13 +215,15 @@ def test_what_gemms_have_sent_is_added_up(
     config: TileConfig,
     rows: tuple[int, ...],
 ) -> None:
-    """Each rank's GEMM rounds its partial sums, as it does where it stores them."""
+    """Each rank's GEMM rounds its partial sums, as it does where it stores them. Launches that send
+    words of stored sums come between."""
     torch.manual_seed(ranks)
     n, k = shape
     most = max(map(padded, rows))
     grid = SMALL if device.type == "cpu" else {}
     group = Ranks(ranks, n, device, -(-max(8, most) * n // 256) * 256, **grid)
-    for count in [*rows, *rows]:
+    group.compile(list(rows))
+    for count, stored in zip([*rows, *rows], [*reversed(rows), *rows], strict=True):
         case = Case(group, count, "rms" if n % 64 == 0 else None)
         gemms = []
         for rank, part in enumerate(case.partial):
@@ -240,6 +242,7 @@ def test_what_gemms_have_sent_is_added_up(
             gemm(x, weight, None)
         case.sent = True
         case.run()
+        Case(group, stored, "rms" if n % 64 == 0 else None).run()
 
 
 @on_both("ranks", gpu=[(2,)], small=[(2,)])
