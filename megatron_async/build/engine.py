@@ -15,7 +15,8 @@ from megatron_async.device.protocol import Device
 from megatron_async.engine.api_style import ApiStyle
 from megatron_async.engine.lifecycle.sleep_mode import Memory, SleepMode
 from megatron_async.engine.metrics import HostMasks
-from megatron_async.engine.requests.guidance import Grammars, Guidance
+from megatron_async.engine.requests.grammars import Grammars
+from megatron_async.engine.requests.guidance import Guidance
 from megatron_async.engine.requests.output_processor import OutputProcessor
 from megatron_async.engine.requests.output_sink import SinkQueue
 from megatron_async.engine.requests.request_queue import RequestQueue
@@ -52,6 +53,7 @@ class Assembly:
     scheduler: Scheduler
     outputs: OutputProcessor
     guidance: Guidance
+    grammars: Grammars
     lock: StepLock
     loop: DecodeLoop
     requests: RequestQueue
@@ -76,7 +78,9 @@ def assemble(
     device, batch, runner = opened
     vocab_size = spec.model.vocab_size
     automata_bytes = config.guided_automata_bytes if runner.takes_automata else 0
-    grammars = Grammars(model.tokenizer, vocab_size, automata_bytes)
+    grammars = Grammars(
+        model.tokenizer, vocab_size, automata_bytes, at_once=config.testing.automata_at_once
+    )
     validator = RequestValidator(
         model,
         limits,
@@ -132,6 +136,7 @@ def assemble(
         scheduler=scheduler,
         outputs=outputs,
         guidance=guidance,
+        grammars=grammars,
         lock=lock,
         loop=loop,
         requests=requests,

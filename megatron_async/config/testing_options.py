@@ -21,6 +21,8 @@ class TestingOptions:
         speculative_step_costs: (rows, window, seconds) of decode steps for
             ``adaptive_speculation``, in place of what it would measure: the header of a recorded
             run has them.
+        automata_at_once: tables of grammars are made where requests are added, and not in the
+            background: the first request of a grammar waits for its table, and has it.
         synthetic_acceptance: drafts count as right at this rate, and tokens mean nothing.
 
     Raises:
@@ -32,12 +34,16 @@ class TestingOptions:
 
     jitter_seed: int | None = None
     speculative_step_costs: tuple[tuple[int, int, float], ...] | None = None
+    automata_at_once: bool = False
     synthetic_acceptance: float | None = None
 
     def __post_init__(self) -> None:
         seed, rate = self.jitter_seed, self.synthetic_acceptance
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise ConfigError(f"jitter_seed={shown(seed)} must be an integer")
+        if not isinstance(self.automata_at_once, bool):
+            said = f"automata_at_once={shown(self.automata_at_once)} must be True or False"
+            raise ConfigError(said)
         is_number = isinstance(rate, (int, float)) and not isinstance(rate, bool)
         if rate is not None and not (is_number and 0 <= rate <= 1):
             raise ConfigError(f"synthetic_acceptance={shown(rate)} must be between 0 and 1")

@@ -33,7 +33,10 @@ class AskedOfRequest(Asked, frozen=True):
 class AddRequest(AskedOfRequest, frozen=True):
     """Queue a request. ``values`` are those of the REQUEST slot fields, ``params`` the parameters
     that they are from. ``extras`` is None for none; ``prompt_log_probs``: the prompt's are wanted;
-    ``fork_of``: the key of a request with the same prompt, whose prefill it shares."""
+    ``fork_of``: the key of a request with the same prompt, whose prefill it shares; ``automaton``:
+    a token automaton guides it, since its grammar had a table when it was added. None is of
+    requests without a grammar, of engines without automata, and of runs that were recorded when
+    each table was made with its request."""
 
     request_id: int
     prompt: str | None
@@ -46,6 +49,7 @@ class AddRequest(AskedOfRequest, frozen=True):
     extras: Extras | None = None
     prompt_log_probs: bool = False
     fork_of: int | None = None
+    automaton: bool | None = None
 
 
 class AbortRequest(AskedOfRequest, frozen=True):
@@ -116,6 +120,8 @@ def to_json(command: Command) -> dict[str, Any]:
     data: dict[str, Any] = to_plain(command)
     if isinstance(command, AddRequest):
         data["params"] = command.params.serialize()
+        if command.automaton is None:  # as it was recorded before there were any
+            del data["automaton"]
     return data
 
 

@@ -120,7 +120,8 @@ class DynamicInferenceEngine:
         self.sleep_mode = parts.sleep_mode
         self._sinks = parts.sinks
         self._driver = parts.driver
-        self._closed_with_it = (owned_group, run_file, parts.kv_events)
+        self.grammars = parts.grammars
+        self._closed_with_it = (owned_group, run_file, parts.kv_events, parts.grammars)
         if run_file is not None:
             run_file.begin(spec.repeatable(parts.config), model.name)
             self.record(Recorder(run_file.write))

@@ -50,6 +50,12 @@ class GrammarTables:
         self.capacity: int | None = None
         """States of the pool; None before there is one."""
 
+    def open_pool(self) -> int:
+        """States of the pool, which is opened if there is none; 0 without room for one."""
+        if self.capacity is None:
+            self.capacity = self._runner.open_automata(self._token_bytes(), self._budget)
+        return self.capacity
+
     def open(self, key: int, spec: Any, automaton: TokenAutomaton | str) -> GrammarTable | str:
         """The table of a request from here to :meth:`close`, or why it has none.
 
@@ -59,11 +65,8 @@ class GrammarTables:
         """
         if isinstance(automaton, str):
             return self._counted(automaton)
-        budget = self._budget
-        if self.capacity is None:
-            self.capacity = self._runner.open_automata(self._token_bytes(), budget)
-        states = len(automaton.accepting)
-        if states >= self.capacity:
+        budget, states = self._budget, len(automaton.accepting)
+        if states >= self.open_pool():
             return HostMasks.POOL.value
         number = self._number(spec)
         if number not in self._users:

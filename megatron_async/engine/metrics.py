@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
+from megatron_async.grammar.automata.reasons import FAILED, LATER, TOO_LARGE
 from megatron_async.request.request import DraftCounts, StepReport
 from megatron_async.scheduler.events import Change, Event
 from megatron_async.step.plan import Plan
@@ -51,7 +52,9 @@ class HostMasks(str, Enum):
     OFF = "guided_automata_bytes is 0"
     DEVICE = "this engine has no automata: ranks, or a sampler without kernels"
     PROCESSOR = "a Python logits processor comes first"
-    POOL = "the table of the grammar is larger than the pool"
+    POOL = TOO_LARGE
+    LATER = LATER
+    FAILED = FAILED
     MANY = "requests that have not ended have too many tables of other grammars"
     OTHER = "the grammar has no table, for one of many reasons"
     FULL = "the pool was full of the grammars of other requests"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import functools
+import hashlib
 import json
 import logging
 import threading
@@ -176,6 +177,21 @@ class GrammarCompiler:
             spell=self._spell,
             breaks=self._breaks & ~stops,
         )
+
+    @property
+    def has_first_bytes(self) -> bool:
+        """A text's first token is other bytes than later ones would be."""
+        return self._first_bytes is not None
+
+    @property
+    def digest(self) -> bytes:
+        """A hash of what each token adds to a text."""
+        lengths = np.fromiter(map(len, self._later_bytes), np.int64, len(self._later_bytes))
+        return hashlib.sha256(lengths.tobytes() + b"".join(self._later_bytes)).digest()
+
+    def tokenizer_json(self) -> bytes:
+        """The tokenizer, for another process; raises an exception of its library."""
+        return self._tokenizer.to_json()
 
     @property
     def trie(self) -> Trie:

@@ -378,6 +378,16 @@ class Tokenizer:
         size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         return size
 
+    def to_json(self) -> bytes:
+        """The content of a ``tokenizer.json`` with the same vocabulary and rules.
+
+        Raises:
+            TokenizerPanicError: it cannot be written.
+            Exception: a rule of it is written in Python.
+        """
+        text: str = guarded(self._tokenizer.to_str)
+        return text.encode()
+
     @property
     def bos(self) -> int | None:
         """Megatron's name of :attr:`bos_id`."""

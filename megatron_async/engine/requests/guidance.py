@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
+from megatron_async.engine.commands import AddRequest
 from megatron_async.engine.metrics import EngineCounters, GuidedRow, HostMasks
-from megatron_async.errors import ModelOutputError, RequestError
+from megatron_async.engine.requests.grammars import Grammars
+from megatron_async.errors import ModelOutputError
 from megatron_async.request.request import (
     DynamicInferenceEventType,
     DynamicInferenceRequest,
@@ -19,16 +22,16 @@ from megatron_async.request.request import (
 )
 from megatron_async.runner.model_runner import ModelRunner
 from megatron_async.runner.step_program import RowProcessor
+from megatron_async.sampling_params import SamplingParams
 from megatron_async.step.plan import Guess, Plan, Ticket
 
 if TYPE_CHECKING:
     from megatron_async.engine.grammar_tables import GrammarTables
-    from megatron_async.grammar.automata.kept import KeptAutomata
     from megatron_async.grammar.automata.table import TokenAutomaton
-    from megatron_async.grammar.compiler import CompiledGrammar, GrammarCompiler
+    from megatron_async.grammar.compiler import CompiledGrammar
     from megatron_async.grammar.matcher import Follows
     from megatron_async.grammar.spec import StructuredOutputs
-    from megatron_async.grammar.windows import Runs, Window, WindowMasks
+    from megatron_async.grammar.windows import Runs, Window
     from megatron_async.scheduler.request_state import Sequence as ScheduledSequence
     from megatron_async.step.extras import GrammarTable
 
@@ -36,84 +39,6 @@ logger = logging.getLogger(__name__)
 
 LogitsProcessor = Callable[[list[int], torch.Tensor], torch.Tensor]
 """From a request's token ids so far and its logits ``[vocabulary]`` to other logits."""
-
-
-class Grammars:
-    """Compiles what structured outputs conform to, in the threads of the callers that ask.
-
-    Args:
-        tokenizer: the model's, or None.
-        vocab_size: of the model.
-        automata_bytes: of the device's pool of token automata; 0 where there is none.
-    """
-
-    def __init__(self, tokenizer: Any, vocab_size: int, automata_bytes: int = 0) -> None:
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self.automata_bytes = automata_bytes
-        self._compiler: list[GrammarCompiler] = []
-        self._windows: list[WindowMasks] = []
-        self._automata: list[KeptAutomata] = []
-
-    def compile(self, structured_outputs: Any) -> None:
-        """Compile a ``StructuredOutputs``, or a dict of its fields, and make its automaton, so that
-        they are found when the request is opened.
-
-        Raises:
-            RequestError: it cannot be compiled; says what to change.
-        """
-        spec, grammar = self.compiled(structured_outputs)
-        if self.automata_bytes:
-            self.automaton(spec, grammar)
-
-    def compiled(self, structured_outputs: Any) -> tuple[StructuredOutputs, CompiledGrammar]:
-        """What a text conforms to, and its grammar: see :meth:`compile`.
-
-        Raises:
-            RequestError: it cannot be compiled; says what to change.
-        """
-        from megatron_async.grammar.compiler import GrammarCompiler
-        from megatron_async.grammar.spec import StructuredOutputs
-
-        spec = StructuredOutputs.from_any(structured_outputs)
-        if self._tokenizer is None:
-            raise RequestError(
-                "structured_outputs needs a tokenizer, and the model has none; leave it out"
-            )
-        if not self._compiler:
-            # Without a lock, which a signal's handler would wait for: two may be made, and the
-            # first is used.
-            self._compiler.append(GrammarCompiler(self._tokenizer, self._vocab_size))
-        return spec, self._compiler[0].compile(spec)
-
-    def automaton(self, spec: StructuredOutputs, grammar: CompiledGrammar) -> TokenAutomaton | str:
-        """The token automaton of a grammar, or why it has none. It has been made when the grammar
-        was compiled, in the thread that asked for it."""
-        if not self._automata:
-            from megatron_async.grammar.automata.kept import KeptAutomata
-
-            self._automata.append(KeptAutomata(self.automata_bytes))
-        return self._automata[0].of(spec, grammar)
-
-    def token_bytes(self) -> Sequence[bytes]:
-        """What each token adds to a text; a grammar has been compiled."""
-        return self._compiler[0].masks(()).later_bytes
-
-    @property
-    def windows(self) -> WindowMasks:
-        """What makes the masks of a step, in the thread that steps."""
-        if not self._windows:
-            from megatron_async.grammar.windows import WindowMasks
-
-            self._windows.append(WindowMasks(self._vocab_size))
-        return self._windows[0]
-
-    @property
-    def new_window(self) -> Callable[[Any], Window]:
-        """Makes a window of all its fields."""
-        from megatron_async.grammar.windows import Window
-
-        return Window._make
 
 
 class Guidance:
@@ -153,11 +78,29 @@ class Guidance:
         self._matchers: dict[int, tuple[DynamicInferenceRequest, Follows]] = {}
         self._processors: dict[int, tuple[DynamicInferenceRequest, Sequence[LogitsProcessor]]] = {}
 
-    def open(
-        self, key: int, request: DynamicInferenceRequest, stop_ids: tuple[int, ...]
-    ) -> GrammarEnd | None:
-        """Guide a request as its sampling parameters say, if they do. Returns what follows its
-        grammar along its tokens. From any thread."""
+    def decided(self, command: AddRequest, params: SamplingParams) -> AddRequest:
+        """The command of a new request, with whether an automaton guides it: where the table of its
+        grammar is there now. This is the one place where that depends on when it was made."""
+        grammars, outputs = self._grammars, params.structured_outputs
+        if outputs is None or not grammars.automata_bytes:
+            return command
+        found = grammars.automata.wanted(*grammars.compiled(outputs))
+        return msgspec.structs.replace(command, automaton=not isinstance(found, str))
+
+    def settled(self, command: AddRequest) -> AddRequest:
+        """A command that is about to be applied, as it is recorded: an automaton guides no request
+        where the device has no room for a pool."""
+        found = self._automata.get(command.key)
+        if found is None or (not isinstance(found, str) and self._tables_of_all.open_pool()):
+            return command
+        if not isinstance(found, str):
+            self._automata[command.key] = HostMasks.POOL.value
+        return msgspec.structs.replace(command, automaton=False)
+
+    def open(self, command: AddRequest, request: DynamicInferenceRequest) -> GrammarEnd | None:
+        """Guide a request as its sampling parameters say, if they do, and by an automaton as its
+        command says. Returns what follows its grammar along its tokens. From any thread."""
+        key = command.key
         params = request.sampling_params
         if params.logits_processors or params.structured_outputs is not None:
             self.keys.add(key)
@@ -167,8 +110,18 @@ class Guidance:
             return None
         spec, grammar = self._compiled[key] = self._grammars.compiled(params.structured_outputs)
         if self._grammars.automata_bytes:
-            self._automata[key] = self._grammars.automaton(spec, grammar)
-        return self._follow(key, request, grammar, stop_ids)
+            self._automata[key] = self._automaton(command, spec, grammar)
+        return self._follow(key, request, grammar, command.stop_ids)
+
+    def _automaton(
+        self, command: AddRequest, spec: StructuredOutputs, grammar: CompiledGrammar
+    ) -> TokenAutomaton | str:
+        """What guides a request, or why the host does. A recorded one has waited for its table: it
+        is made here if it is not there."""
+        if command.automaton is not False:
+            return self._grammars.automata.of(spec, grammar)
+        found = self._grammars.automata.find(spec)
+        return found if isinstance(found, str) else HostMasks.LATER.value
 
     def restart(self, key: int, stop_ids: tuple[int, ...]) -> GrammarEnd | None:
         """The request begins again; returns as :meth:`open`."""
@@ -227,17 +180,22 @@ class Guidance:
         automaton = self._automata.pop(key, self._without.value)
         if key in self._processors:
             automaton = HostMasks.PROCESSOR.value
+        found = self._tables_of_all.open(key, self._compiled[key][0], automaton)
+        if isinstance(found, str):
+            self._reasons[key] = found
+            return None
+        return found
+
+    @property
+    def _tables_of_all(self) -> GrammarTables:
+        """In the thread that steps."""
         if not self._tables:
             from megatron_async.engine.grammar_tables import GrammarTables
 
             grammars = self._grammars
             tables = GrammarTables(self._runner, grammars.automata_bytes, grammars.token_bytes)
             self._tables.append(tables)
-        found = self._tables[0].open(key, self._compiled[key][0], automaton)
-        if isinstance(found, str):
-            self._reasons[key] = found
-            return None
-        return found
+        return self._tables[0]
 
     @property
     def automaton_states(self) -> int:

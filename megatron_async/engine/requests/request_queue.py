@@ -119,6 +119,8 @@ class RequestQueue:
             sampled = params.for_ranking() if params.num_sequences > 1 else params
             seed = self._validator.seed(number, params.seed)
             request = _record(command, sampled, seed)
+            if command.extras is not None:
+                command = self._guidance.decided(command, params)
             future = self._open(command, request)
             if future is not None:
                 break
@@ -164,7 +166,7 @@ class RequestQueue:
         """Start the record of a request, and what guides it; None if its id is in use."""
         future = self._outputs.open(command.key, request, command.stop_ids)
         if future is not None and command.extras is not None:
-            watcher = self._guidance.open(command.key, request, command.stop_ids)
+            watcher = self._guidance.open(command, request)
             if watcher is not None:
                 self._outputs.ends.watch(command.key, watcher)
         return future

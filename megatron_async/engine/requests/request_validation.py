@@ -10,7 +10,7 @@ import torch
 
 from megatron_async.checkpoint.reading.json_file import one_line
 from megatron_async.engine.commands import AddRequest, Command, UpdateSamplingParams
-from megatron_async.engine.requests.guidance import Grammars
+from megatron_async.engine.requests.grammars import Grammars
 from megatron_async.engine.requests.recorded_requests import check_recorded
 from megatron_async.engine.requests.request_extras import PromptTokenizer, RequestExtras
 from megatron_async.errors import RequestError, RequestTooLongError, shown
@@ -261,6 +261,7 @@ class RequestValidator:
                 params.wants_prompt_log_probs
                 or bool(params.wants_log_probs and params.forced_token_ids)
             ),
+            "automaton": command.automaton is None or params.structured_outputs is not None,
             "tokens": _ends_with(command.tokens, params.forced_token_ids or ()),
         }
         for name, agrees in derived.items():

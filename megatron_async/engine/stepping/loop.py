@@ -355,6 +355,8 @@ class DecodeLoop:
         """Do what users have asked for, in order."""
         self._plans_without_rows = 0
         while (command := self.commands.take()) is not None:
+            if isinstance(command, AddRequest) and command.automaton:
+                command = self._guidance.settled(command)
             self._note(command)
             self._apply(command)
 

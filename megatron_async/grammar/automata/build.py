@@ -11,10 +11,11 @@ from megatron_async.grammar.automata import proof
 from megatron_async.grammar.automata.dfa import determinised, minimal
 from megatron_async.grammar.automata.expressions import Node, NotCoveredError, Text, choice
 from megatron_async.grammar.automata.nfa import Nfa
+from megatron_async.grammar.automata.reasons import TOO_LARGE
 from megatron_async.grammar.automata.regex import parsed
 from megatron_async.grammar.automata.schema import of_schema, whitespace_of
 from megatron_async.grammar.automata.table import TokenAutomaton, byte_size_of
-from megatron_async.grammar.compiler import CompiledGrammar
+from megatron_async.grammar.compiler import CompiledGrammar, GrammarCompiler
 from megatron_async.grammar.matcher import MOST_FORCED_BYTES, Forced, Masks, Matcher, spelled
 from megatron_async.grammar.spec import StructuredOutputs
 from megatron_async.step.extras import MOST_FORCED
@@ -42,14 +43,15 @@ def automaton_of(
         stop_ids: the tokens that end the text, which are no text; None for the engine's.
         budget_bytes: that the table may take.
     """
+    reason = excluded(spec, compiled.compiler)
+    if reason is not None:
+        return reason
     masks = compiled.compiler.masks(stop_ids)
     try:
-        if masks.first_bytes is not None:
-            raise NotCoveredError("tokenizer: its first token is other bytes")
         transitions, accepting = minimal(determinised(Nfa(tree_of(spec))))
         states, words = len(transitions), len(masks.text)
         if byte_size_of(states, words) > budget_bytes:
-            raise NotCoveredError("budget")
+            raise NotCoveredError(TOO_LARGE)
         if 2 * states * words > MOST_PROVEN_WORDS:
             raise NotCoveredError("states to prove")
         over_bytes = compiled.compiler.over_bytes(spec)
@@ -65,14 +67,21 @@ def automaton_of(
     return DIFFERS if proof.differs(table, start, over_bytes) is not None else table
 
 
+def excluded(spec: StructuredOutputs, compiler: GrammarCompiler) -> str | None:
+    """Why a grammar has no table, if that is seen at once."""
+    if compiler.has_first_bytes:
+        return "tokenizer: its first token is other bytes"
+    if spec.thought is not None or spec.calls is not None:
+        return "thought" if spec.thought is not None else "calls"
+    return None if spec.kind in ("choice", "regex", "json") else spec.kind
+
+
 def tree_of(spec: StructuredOutputs) -> Node:
     """What a text must conform to.
 
     Raises:
         NotCoveredError: says why there is no automaton of it.
     """
-    if spec.thought is not None or spec.calls is not None:
-        raise NotCoveredError("thought" if spec.thought is not None else "calls")
     if spec.choice is not None:
         return choice(Text(text.encode()) for text in dict.fromkeys(spec.choice))
     if spec.regex is not None:
