@@ -77,7 +77,7 @@ def assemble(
     config, limits = spec.config, spec.limits
     device, batch, runner = opened
     vocab_size = spec.model.vocab_size
-    automata_bytes = config.guided_automata_bytes if runner.takes_automata else 0
+    automata_bytes = (config.guided_automata_bytes or 0) if runner.takes_automata else 0
     grammars = Grammars(
         model.tokenizer, vocab_size, automata_bytes, at_once=config.testing.automata_at_once
     )

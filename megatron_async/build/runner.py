@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from megatron_async.build.spec import EngineSpec
-from megatron_async.config.engine_config import EngineConfig
+from megatron_async.build.spec import EngineSpec, has_automata
 from megatron_async.device import open_device
 from megatron_async.device.memory import GIB
 from megatron_async.device.protocol import Device
@@ -164,11 +163,6 @@ def open_runner(
     if memory is not None:
         runner.audit = _audit(memory, model, batch, runner)
     return Opened(runs_on, batch, runner)
-
-
-def has_automata(config: EngineConfig, network: Network) -> bool:
-    """Whether token automata may guide requests: of one process."""
-    return network.parallel is None and config.guided_automata_bytes > 0
 
 
 def _audit(

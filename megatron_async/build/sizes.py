@@ -25,6 +25,12 @@ entry of the block table as long as it is of one block."""
 DEFAULT_SNAPSHOT_GIB = {"cpu": 0.25, "cuda": 4.0}
 SNAPSHOTS_PER_REQUEST = 4
 
+DEFAULT_AUTOMATA_BYTES = {"cpu": 0, "cuda": 256 << 20}
+"""Of the pool of token automata: 13,000 states with 152,000 ids. Ten functions have 4,000 to
+10,000. On a CPU S would make masks on the cores that the forward needs."""
+AUTOMATA_SHARE = 1 / 16
+"""The most of what is free beside the steps that a default pool takes."""
+
 FREE_SHARE = 0.75
 """The most of what is free beside the steps that a default cache takes."""
 SNAPSHOT_SHARE = 0.125
@@ -68,6 +74,18 @@ def beside_steps(
             f"smaller model, or {FREE_IT}"
         )
     return max(free - steps, 0)
+
+
+def automata_bytes_of(config: EngineConfig, device: str, free: int | None) -> int:
+    """Bytes of the pool of token automata.
+
+    Args:
+        free: see :func:`sizes_of`.
+    """
+    if config.guided_automata_bytes is not None:
+        return config.guided_automata_bytes
+    wanted = DEFAULT_AUTOMATA_BYTES[device]
+    return wanted if free is None else min(wanted, int(AUTOMATA_SHARE * free))
 
 
 def sizes_of(

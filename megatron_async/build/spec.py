@@ -6,11 +6,18 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
-from megatron_async.build.sizes import beside_steps, cached_tokens, sizes_of, snapshot_count_of
+from megatron_async.build.sizes import (
+    automata_bytes_of,
+    beside_steps,
+    cached_tokens,
+    sizes_of,
+    snapshot_count_of,
+)
 from megatron_async.config.engine_config import EngineConfig, check_config, draft_windows
 from megatron_async.drafting.choose import Drafting, choose_drafting
 from megatron_async.errors import ConfigError
 from megatron_async.models.description.kv_cache_spec import KVCacheSpec
+from megatron_async.models.network import Network
 from megatron_async.models.served import ModelDescription, ServedModel
 from megatron_async.ranks.layout import Layout, check_supported
 from megatron_async.runner.memory.cache_sizes import CacheSizes
@@ -74,6 +81,10 @@ class EngineSpec:
         described = ModelDescription.of(model.network, config.recurrent_state_dtype)
         draft = None if model.draft is None else ModelDescription.of(model.draft)
         free = beside_steps(described, config, device, free)
+        pool = automata_bytes_of(config, device, free)
+        config = replace(config, guided_automata_bytes=pool)
+        if free is not None and device == "cuda" and has_automata(config, model.network):
+            free = max(free - pool, 0)  # which comes with the first grammar that has a table
         if given is None:
             cache, further = cached_tokens(described, draft, config)
             sizes = sizes_of(described, draft, config, device, free)
@@ -136,6 +147,12 @@ class EngineSpec:
         if config.state_snapshot_count is None and self.model.state_bytes is not None:
             config = replace(config, state_snapshot_count=self.snapshot_count)
         return replace(config, max_sequence_length=self.sizes.max_sequence_length)
+
+
+def has_automata(config: EngineConfig, network: Network) -> bool:
+    """Whether token automata may guide requests: of one process."""
+    has_some = config.enable_sampling_extras and bool(config.guided_automata_bytes)
+    return network.parallel is None and has_some
 
 
 def layout_of(model: ServedModel, config: EngineConfig) -> Layout:

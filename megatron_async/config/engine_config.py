@@ -171,9 +171,10 @@ class EngineConfig:
             step, of which one is in flight then; or "sit_out", in those behind which no launch
             waits for them, so that other rows keep their depth. It changes no token.
         guided_automata_bytes: of the device, for token automata of structured outputs: where the
-            table of a grammar fits, S makes its masks by itself, so that such rows need no token on
-            the host, at any depth. It is allocated when the first such request comes. 0 is off, the
-            default, since to make a table takes about a second with a large vocabulary. It changes
+            grammar of a request has a table, S makes its masks by itself, so that such rows need no
+            token on the host, at any depth. Tables are made in the background for grammars that
+            come again. The memory is allocated when the first request comes that finds one. None is
+            256 MiB on a GPU, or 1/16 of what is free there, and off on a CPU; 0 is off. It changes
             no token.
         late_planning: plan a step shortly before the one in flight ends, so that a request that
             comes meanwhile is in it, and not in the one behind. With depth 0 it does nothing.
@@ -251,7 +252,7 @@ class EngineConfig:
     num_cuda_graphs: int | None = None
     enable_sampling_extras: bool = True
     guided_rows: str = "wait"
-    guided_automata_bytes: int = 0
+    guided_automata_bytes: int | None = None
     late_planning: bool = False
     return_routed_experts: bool = False
     capture_mixed_steps: bool = True
@@ -283,7 +284,7 @@ class EngineConfig:
         self._check("block_count", 1, MAX_COUNT, optional=True)
         self._check("state_snapshot_count", 0, MAX_COUNT, optional=True)
         self._check("num_cuda_graphs", 1, optional=True)
-        self._check("guided_automata_bytes", 0, MAX_AUTOMATA_BYTES)
+        self._check("guided_automata_bytes", 0, MAX_AUTOMATA_BYTES, optional=True)
         for name in ("tensor", "pipeline", "expert"):
             self._check(f"{name}_model_parallel_size", 1, MAX_RANKS)
         self._check("pipeline_micro_batches", 1, MAX_RANKS, optional=True)

@@ -78,7 +78,7 @@ def config_of_run(data: object) -> EngineConfig:
     """
     if not isinstance(data, dict):
         raise ConfigError(f"config={shown(data)} must be an object")
-    # Runs from before there were automata had none.
+    # Runs of before there were automata had none.
     values: dict[str, Any] = {"guided_automata_bytes": 0}
     for name, value in data.items():
         if name in TAKEN or name in PATHS:

@@ -23,8 +23,11 @@ KNOBS = {field.name for field in dataclasses.fields(TestingOptions)}
 
 
 def config_at(depth: int, **values: Any) -> EngineConfig:
-    """A configuration at ``depth``; 0 is serial. ``values`` may have those of TestingOptions."""
+    """A configuration at ``depth``; 0 is serial. ``values`` may have those of TestingOptions. With
+    automata tables are made with their requests, unless ``values`` say otherwise."""
     values.setdefault("device", "cpu")
+    if values.get("guided_automata_bytes"):
+        values.setdefault("automata_at_once", True)
     knobs = {name: values.pop(name) for name in KNOBS if name in values}
     return EngineConfig(depth=depth, testing=TestingOptions(**knobs), **values)
 

@@ -262,10 +262,10 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int | None) 
     said = "rows of structured outputs: in each step, or left out where the next would wait for "
     said += "them, so that other rows keep their depth (default: wait)"
     add("--guided-rows", choices=GUIDED_ROWS, default="wait", help=said)
-    said = "of the device, for automata of structured outputs, with which no step waits for tokens "
-    said += "on the host; 0 is none (default: 0)"
+    said = "of the device, for automata of structured outputs that come again, with which no step "
+    said += "waits for tokens on the host; 0 is none (default: 256 on a GPU, 0 on a CPU)"
     size = {"dest": "guided_automata_bytes", "type": mebibytes, "metavar": "MIB"}
-    add("--guided-automata-mb", default=0, help=said, **size)
+    add("--guided-automata-mb", help=said, **size)
     said = "plan each step shortly before the one in flight ends: requests that come meanwhile are "
     said += "in it, so that they wait less for their first token"
     add("--late-planning", action="store_true", help=said)

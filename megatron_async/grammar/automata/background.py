@@ -48,20 +48,22 @@ class BackgroundMaker:
             where it failed.
 
     Attributes:
+        starts: of the process.
         failures: tables that were not made since the process died, or could not be started.
     """
 
     def __init__(self, compiler: GrammarCompiler, budget: int, take: Take) -> None:
-        self.failures = 0
+        self.failures = self.starts = 0
         self._compiler = compiler
         self._budget = budget
         self._take = take
         self._asked: dict[StructuredOutputs, None] = {}
         """Those that wait, and the one that is being made."""
+        self._taken = threading.Condition()
         self._queue: queue.SimpleQueue[StructuredOutputs | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._starting = threading.RLock()  # a signal's handler may ask too
-        self._worker: _Worker | None = None
+        self._worker: Worker | None = None
         self._failed_starts = 0
         self._is_closed = False
 
@@ -87,6 +89,11 @@ class BackgroundMaker:
                 self._thread = threading.Thread(target=self._run, name="tables", daemon=True)
                 self._thread.start()
 
+    def wait(self, seconds: float) -> bool:
+        """Wait until no table is wanted; False when ``seconds`` were not enough."""
+        with self._taken:
+            return self._taken.wait_for(lambda: not self._asked, seconds)
+
     def close(self) -> None:
         """End the process and the thread; what is being made is lost."""
         self._is_closed = True
@@ -105,10 +112,17 @@ class BackgroundMaker:
                 made = self._made(spec)
                 if not self._is_closed:
                     self._take(spec, made)
-                del self._asked[spec]
+                self._forget(spec)
         finally:
             self._is_closed = True
             self._end_worker()
+            for spec in list(self._asked):
+                self._forget(spec)
+
+    def _forget(self, spec: StructuredOutputs) -> None:
+        with self._taken:
+            del self._asked[spec]
+            self._taken.notify_all()
 
     def _next(self) -> StructuredOutputs | None:
         """The grammar that is next; None to end."""
@@ -129,12 +143,13 @@ class BackgroundMaker:
             self._end_worker()
             return None
 
-    def _start_worker(self) -> _Worker:
+    def _start_worker(self) -> Worker:
         """A process that is ready. When it was tried in vain too often there are no more tables."""
         if self._failed_starts == MOST_FAILED_STARTS:
             raise _NotStartedError("it has not started several times in a row")
+        self.starts += 1
         self._failed_starts += 1
-        worker = self._worker = _Worker()
+        worker = self._worker = Worker()
         if self._is_closed:  # meanwhile
             worker.child.kill()
         worker.set_up(self._compiler, self._budget)
@@ -176,7 +191,7 @@ class _NotStartedError(Exception):
     """There is no process."""
 
 
-class _Worker:
+class Worker:
     """The process, from here."""
 
     def __init__(self) -> None:

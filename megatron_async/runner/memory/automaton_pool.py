@@ -10,13 +10,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_async.device.memory import GIB, is_out_of_memory
+from megatron_async.device.memory import GIB, free_bytes, is_out_of_memory
 from megatron_async.device.protocol import Device
 from megatron_async.runner.extras_tables import ExtrasTables
 from megatron_async.sampling.automata import BYTES, DEAD, FORCED, Automata
 from megatron_async.sampling.process_logits import mask_words
 
 logger = logging.getLogger(__name__)
+
+
+MOST_STATES = 1 << 16
+"""States of a pool, whose budget may have room for more of a small vocabulary."""
+LOADED_BYTES = 4 << 20
+"""Of a grammar's states that are brought to the device at once."""
+LEFT_FREE = 256 << 20
+"""Bytes of a GPU that a pool leaves to what steps may still ask for."""
 
 
 def state_bytes(vocab_size: int) -> int:
@@ -43,11 +51,12 @@ class AutomatonPool:
 
     def __init__(self, token_bytes: Sequence[bytes], budget: int, addresses: Tensor) -> None:
         device, vocab_size = addresses.device, len(token_bytes)
-        ends = np.cumsum([0, *map(len, token_bytes)], dtype=np.int64)
+        ends = np.zeros(vocab_size + 1, np.int64)
+        np.cumsum(np.fromiter(map(len, token_bytes), np.int64, vocab_size), out=ends[1:])
         words = 4 * len(ends) + max(int(ends[-1]), 1)
         self._token_bytes = token_bytes
         self._pinned = device.type == "cuda"
-        self.capacity = max(0, (budget - words) // state_bytes(vocab_size))
+        self.capacity = min(max(0, (budget - words) // state_bytes(vocab_size)), MOST_STATES)
         self.tables: Automata | None = None
         if self.capacity < DEAD + 2:
             return
@@ -86,22 +95,30 @@ class AutomatonPool:
 
     def load(self, base: int, automaton: Any) -> None:
         """Device: write the states of a ``TokenAutomaton`` from state ``base`` on. Nothing in
-        flight reads there: the grammar that had these states has given them back."""
-        assert self.tables is not None
-        states = slice(base, base + len(automaton.accepting))
-        moves = self._copied(automaton.transitions)
-        self.tables.transitions[states] = torch.where(moves < 0, DEAD, moves.int() + base)
-        self.tables.text[states] = self._copied(automaton.text)
-        self.tables.accepting[states] = self._copied(automaton.accepting).int()
-        self.tables.forced[states] = self._copied(automaton.forced)
+        flight reads there: the grammar that had these states has given them back. Nothing is
+        allocated on the device, whose memory may all be taken."""
+        tables = self.tables
+        assert tables is not None
+        most = max(1, LOADED_BYTES // state_bytes(len(self._token_bytes)))
+        for first in range(0, len(automaton.accepting), most):
+            states, to = slice(first, first + most), base + first
+            moves = automaton.transitions[states].astype(np.int32)
+            self._write(tables.transitions, to, np.where(moves < 0, DEAD, moves + base))
+            self._write(tables.text, to, automaton.text[states])
+            self._write(tables.accepting, to, automaton.accepting[states])
+            self._write(tables.forced, to, automaton.forced[states])
 
-    def _copied(self, table: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
-        """A table on the device. Pinned memory comes from PyTorch's allocator, which gives it to
-        nobody else before the copy has been made."""
-        there = torch.from_numpy(np.ascontiguousarray(table))
+    def _write(self, table: Tensor, first: int, rows: np.ndarray[Any, np.dtype[Any]]) -> None:
+        """Pinned memory comes from PyTorch's allocator, which gives it to nobody else before the
+        copy has been made; where there is none the host waits for the copy."""
+        there = torch.from_numpy(np.ascontiguousarray(rows, np.int32))
         if self._pinned:
-            there = there.pin_memory()
-        return there.to(self._addresses.device, non_blocking=True)
+            try:
+                there = there.pin_memory()
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+        table[first : first + len(there)].copy_(there, non_blocking=True)
 
     def state_of(self, base: int, automaton: Any, tokens: Sequence[int]) -> int:
         """Host: the state behind tokens that a text has begun with."""
@@ -116,6 +133,16 @@ def open_pool(
     """A pool that the S of all launches to come reads; None where the device's memory, or the
     budget, does not suffice. For the arguments see :class:`AutomatonPool`."""
     assert tables.addresses is not None
+    on = tables.addresses.device
+    free = free_bytes(on) if on.type == "cuda" else None
+    if free is not None and free < budget + LEFT_FREE:
+        logger.warning(
+            "grammars are followed on the host: a pool of automata takes %.3f GiB, and %.3f GiB "
+            "are free; lower the size of the KV cache, or guided_automata_bytes",
+            budget / GIB,
+            free / GIB,
+        )
+        return None
     try:
         with device.inline():
             pool = AutomatonPool(token_bytes, budget, tables.addresses)

@@ -18,6 +18,7 @@ from megatron_async.engine.replay import replay
 from megatron_async.grammar.automata import kept
 from megatron_async.grammar.compiler import GrammarCompiler
 from megatron_async.grammar.spec import StructuredOutputs
+from megatron_async.runner.memory import automaton_pool
 from megatron_async.sampling.automata import FORCED
 from megatron_async.sampling_params import SamplingParams
 from tests.support.drafting_model import DraftingHashModel
@@ -192,6 +193,31 @@ def test_a_table_that_cannot_be_made_refuses_no_request(monkeypatch: pytest.Monk
     assert re.fullmatch("[a-f]{4,9}", found[0][2]) and counters.host_masks == {kept.FAILED: 4}
 
 
+def test_a_lack_of_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    automaton_of = kept.automaton_of
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    spec = StructuredOutputs(regex="[a-f]{9}")
+    grammar = GrammarCompiler(hash_tokenizer(), VOCAB_SIZE).compile(spec)
+    automata = kept.KeptAutomata(ROOM)
+    monkeypatch.setattr(kept, "automaton_of", fails)
+    assert automata.of(spec, grammar) == kept.FAILED and automata.find(spec) is None
+    monkeypatch.setattr(kept, "automaton_of", automaton_of)
+    assert not isinstance(automata.of(spec, grammar), str)
+
+
+def test_long_grammars_are_few_too() -> None:
+    """Those without a table as well: they are anybody's."""
+    automata = kept.KeptAutomata(1000)
+    compiler = GrammarCompiler(hash_tokenizer(), VOCAB_SIZE)
+    specs = [StructuredOutputs(regex="a" * 900 + rf"\w{number}") for number in range(5)]
+    for spec in specs:
+        assert automata.of(spec, compiler.compile(spec)) == r"regex: \w"
+    assert [automata.find(spec) is not None for spec in specs] == [False] * 3 + [True] * 2
+
+
 def test_reasons_that_users_can_make_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_async.engine.grammar_tables.MOST_REASONS", 2)
     regexes = (r"\d{2}", r"(?i)ab", r"\w{2}", r"\d{2}")
@@ -231,8 +257,9 @@ def test_a_pool_without_room_is_no_pool() -> None:
     assert counters.host_masks.total() == 4
 
 
-def test_a_pool_that_the_memory_does_not_hold_is_no_pool() -> None:
+def test_a_pool_that_the_memory_does_not_hold_is_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a CPU too, whose allocator raises another error than a GPU's."""
+    monkeypatch.setattr(automaton_pool, "MOST_STATES", 1 << 30)
     asked = [SamplingParams(structured_outputs={"regex": "[a-f]{9}"}, num_tokens_to_generate=4)]
     with hash_engine(
         1, tokenizer=hash_tokenizer(), max_requests=1, block_count=30,

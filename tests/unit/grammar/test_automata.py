@@ -13,6 +13,7 @@ import pytest
 
 from megatron_async.grammar.automata import build, dfa, nfa, proof
 from megatron_async.grammar.automata.build import automaton_of
+from megatron_async.grammar.automata.reasons import TOO_LARGE
 from megatron_async.grammar.automata.table import TokenAutomaton, byte_size_of
 from megatron_async.grammar.matcher import Matcher
 from megatron_async.grammar.spec import StructuredOutputs
@@ -281,7 +282,7 @@ def test_tables_have_a_budget_and_a_bound_of_what_is_proven(
 ) -> None:
     size = table_of("tiny", regex="a{9}").byte_size
     assert isinstance(made("tiny", size, regex="a{9}"), TokenAutomaton)
-    assert made("tiny", size - 1, regex="a{9}") == "budget"
+    assert made("tiny", size - 1, regex="a{9}") == TOO_LARGE
     monkeypatch.setattr(build, "MOST_PROVEN_WORDS", 2 * 9 * 10)
     assert made("tiny", regex="a{9}") == "states to prove"
 
