@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_async.grammar.automata import background
-from megatron_async.grammar.automata.kept import KeptAutomata
 from megatron_async.grammar.compiler import GrammarCompiler
 from megatron_async.grammar.spec import StructuredOutputs
+from megatron_async.grammar.tables import background
+from megatron_async.grammar.tables.kept import KeptAutomata
 from megatron_async.tokenizer.calls import parse
 from megatron_async.tokenizer.tokenizer import Tokenizer
 from tests.support.guided_tokens import SCHEMAS
@@ -89,7 +89,9 @@ def main() -> None:
         lateness, began = Lateness(), time.perf_counter()
         way(compiler, specs)
         seconds = time.perf_counter() - began
-        print(f"| {way.__name__.replace('_', ' ')} | {lateness.end()} | {seconds:.1f} |", flush=True)
+        print(
+            f"| {way.__name__.replace('_', ' ')} | {lateness.end()} | {seconds:.1f} |", flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ from megatron_async.device.protocol import Device
 from megatron_async.engine.api_style import ApiStyle
 from megatron_async.engine.lifecycle.sleep_mode import Memory, SleepMode
 from megatron_async.engine.metrics import HostMasks
-from megatron_async.engine.requests.grammars import Grammars
-from megatron_async.engine.requests.guidance import Guidance
+from megatron_async.engine.requests.guidance import Grammars, Guidance
 from megatron_async.engine.requests.output_processor import OutputProcessor
 from megatron_async.engine.requests.output_sink import SinkQueue
 from megatron_async.engine.requests.request_queue import RequestQueue

@@ -26,8 +26,8 @@ DEFAULT_SNAPSHOT_GIB = {"cpu": 0.25, "cuda": 4.0}
 SNAPSHOTS_PER_REQUEST = 4
 
 DEFAULT_AUTOMATA_BYTES = {"cpu": 0, "cuda": 256 << 20}
-"""Of the pool of token automata: 13,000 states with 152,000 ids. Ten functions have 4,000 to
-10,000. On a CPU S would make masks on the cores that the forward needs."""
+"""The pool of token automata: 13,000 states with 152,000 ids. Ten functions have 4,000 to 10,000.
+On a CPU S would make masks on the cores that the forward needs."""
 AUTOMATA_SHARE = 1 / 16
 """The most of what is free beside the steps that a default pool takes."""
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
-from megatron_async.grammar.automata.reasons import FAILED, LATER, TOO_LARGE
 from megatron_async.request.request import DraftCounts, StepReport
 from megatron_async.scheduler.events import Change, Event
+from megatron_async.step.extras import TABLE_FAILED, TABLE_LATER, TABLE_TOO_LARGE
 from megatron_async.step.plan import Plan
 
 Result = TypeVar("Result")
@@ -52,9 +52,9 @@ class HostMasks(str, Enum):
     OFF = "guided_automata_bytes is 0"
     DEVICE = "this engine has no automata: ranks, or a sampler without kernels"
     PROCESSOR = "a Python logits processor comes first"
-    POOL = TOO_LARGE
-    LATER = LATER
-    FAILED = FAILED
+    POOL = TABLE_TOO_LARGE
+    LATER = TABLE_LATER
+    FAILED = TABLE_FAILED
     MANY = "requests that have not ended have too many tables of other grammars"
     OTHER = "the grammar has no table, for one of many reasons"
     FULL = "the pool was full of the grammars of other requests"

@@ -191,7 +191,8 @@ class GrammarCompiler:
 
     def tokenizer_json(self) -> bytes:
         """The tokenizer, for another process; raises an exception of its library."""
-        return self._tokenizer.to_json()
+        data: bytes = self._tokenizer.to_json()
+        return data
 
     @property
     def trie(self) -> Trie:

@@ -29,6 +29,10 @@ a float as its bits."""
 DEAD_STATE = 0
 """The first state of the pool of token automata, which no grammar has: no token may come there, and
 nothing leads out of it."""
+TABLE_TOO_LARGE = "the table of the grammar is larger than the pool"
+TABLE_LATER = "the table of the grammar was not there when the request was added"
+TABLE_FAILED = "to make the table of the grammar failed"
+"""Why no automaton guides a request, as the counters say it."""
 MOST_FORCED = 8
 """Tokens that a state of an automaton may know to follow."""
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.metrics import GuidedRow, HostMasks
 from megatron_async.errors import IntegrityError
+from megatron_async.grammar.automata.build import automaton_of
+from megatron_async.grammar.spec import StructuredOutputs
 from megatron_async.runner.memory.automaton_pool import state_bytes
 from tests.support.drafting_model import DraftingHashModel
 from tests.support.engines import hash_engine, sampling_params
@@ -23,6 +26,34 @@ def pool_of(states: int) -> int:
     text = [hash_tokenizer().token_bytes(token) for token in range(VOCAB_SIZE)]
     of_tokens = 4 * (VOCAB_SIZE + 1) + sum(map(len, text))
     return of_tokens + (1 + states) * state_bytes(VOCAB_SIZE)
+
+
+class TablesWhenTold:
+    """In the place of an engine's process that makes tables, one that makes them when a test says.
+
+    Args:
+        engine: with automata that are not made at once, and without a request.
+    """
+
+    def __init__(self, engine: DynamicInferenceEngine) -> None:
+        self._grammars = engine.grammars
+        self._grammars.compile({"choice": ["a"]})
+        self._automata = self._grammars.automata
+        self._automata.maker = self
+        self._wanted: dict[StructuredOutputs, None] = {}
+
+    def ask(self, spec: StructuredOutputs) -> None:
+        self._wanted[spec] = None
+
+    def close(self) -> None:
+        self._wanted.clear()
+
+    def make(self) -> None:
+        """Make the table that was asked for first."""
+        for spec in list(self._wanted)[:1]:
+            del self._wanted[spec]
+            _, grammar = self._grammars.compiled(spec)
+            self._automata.put(spec, automaton_of(spec, grammar, (), budget_bytes=ROOM))
 
 
 def are_those_of_the_oracle(depth: int, debug: bool = True, **values: Any) -> list[Any]:

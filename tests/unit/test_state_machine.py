@@ -27,12 +27,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from megatron_async.engine.metrics import EngineCounters, GuidedRow
+from megatron_async.engine.metrics import EngineCounters, GuidedRow, HostMasks
 from megatron_async.request.request import DynamicInferenceRequest, Status
 from tests.support.drafting_model import DraftingHashModel
 from tests.support.drawn_asks import LOG_PROBS, LONGEST_PROMPT, MOST_NEW, asks_at, changes
 from tests.support.engines import hash_engine, sampling_params
-from tests.support.guided_automata import ROOM, pool_of
+from tests.support.guided_automata import ROOM, TablesWhenTold, pool_of
 from tests.support.guided_rows import guide
 from tests.support.hash_draft_model import HashDraftModel
 from tests.support.hash_model import HashModel
@@ -107,6 +107,7 @@ class Part:
                 "state_snapshot_count": st.sampled_from((None, None, 1, 3)),
                 "pipeline_micro_batches": st.sampled_from(self.micro_batches),
                 "guided_automata_bytes": st.sampled_from(AUTOMATA),
+                "automata_at_once": st.booleans(),
             }
         ).map(self._with_block_count)
 
@@ -156,6 +157,7 @@ EVENTS = (
     *("add",) * 8,
     *("evict",) * 8,
     *("step", "resume") * 4,
+    *("make_table",) * 3,
     *("pause", "update_sampling") * 3,
     *("abort", "suspend", "update_weights") * 2,
     "reset",
@@ -181,6 +183,8 @@ class EngineMachine(RuleBasedStateMachine):
         if values["adaptive_speculation"]:
             values["speculative_step_costs"] = STEP_COSTS
         self.engine = hash_engine(self.part.depth, tokenizer=hash_tokenizer(), **values)
+        has_tables_later = values["guided_automata_bytes"] and not values["automata_at_once"]
+        self.tables = TablesWhenTold(self.engine) if has_tables_later else None
         self.tickets = TokenTickets()
         self.engine.observe(self.tickets)
         self.sink = TokenSink()
@@ -269,6 +273,10 @@ class EngineMachine(RuleBasedStateMachine):
     def update_sampling(self, data: st.DataObject) -> None:
         new = data.draw(changes) | self.draw_drafts(data)
         self.engine.update_sampling_params(self.draw_request(data), **new)
+
+    def make_table(self, data: st.DataObject) -> None:
+        if self.tables is not None:
+            self.tables.make()
 
     def suspend(self, data: st.DataObject) -> None:
         self.engine.suspend()
@@ -390,6 +398,7 @@ class EngineMachine(RuleBasedStateMachine):
                 "steps_with_extras",
             ):
                 self.totals[name] += getattr(counters, name)
+            self.totals["before_tables"] += counters.host_masks[HostMasks.LATER]
             self.totals["by_automata"] += counters.guided_rows[GuidedRow.AUTOMATON.value]
             steps = counters.steps_by_window
             self.totals["narrow_steps"] += sum(n for w, n in steps.items() if w < self.window)
@@ -463,7 +472,7 @@ class EngineMachine(RuleBasedStateMachine):
 RARE = (
     "stalls", "pauses", "tokens_replayed", "aborted", "reset", "updates_that_show", "log_probs",
     "prompt_log_probs", "guided", "processed", "stop_words", "restarts", "by_automata",
-    "sleeps",
+    "before_tables", "sleeps",
 )  # fmt: skip
 MOST_ROUNDS = 6
 """Hypothesis leaves some rules out of an example, so a few examples can lack an event. Rounds of

@@ -13,8 +13,7 @@ import torch
 
 from megatron_async.engine.commands import AddRequest
 from megatron_async.engine.metrics import EngineCounters, GuidedRow, HostMasks
-from megatron_async.engine.requests.grammars import Grammars
-from megatron_async.errors import ModelOutputError
+from megatron_async.errors import ModelOutputError, RequestError
 from megatron_async.request.request import (
     DynamicInferenceEventType,
     DynamicInferenceRequest,
@@ -28,10 +27,11 @@ from megatron_async.step.plan import Guess, Plan, Ticket
 if TYPE_CHECKING:
     from megatron_async.engine.grammar_tables import GrammarTables
     from megatron_async.grammar.automata.table import TokenAutomaton
-    from megatron_async.grammar.compiler import CompiledGrammar
+    from megatron_async.grammar.compiler import CompiledGrammar, GrammarCompiler
     from megatron_async.grammar.matcher import Follows
     from megatron_async.grammar.spec import StructuredOutputs
-    from megatron_async.grammar.windows import Runs, Window
+    from megatron_async.grammar.tables.kept import KeptAutomata
+    from megatron_async.grammar.windows import Runs, Window, WindowMasks
     from megatron_async.scheduler.request_state import Sequence as ScheduledSequence
     from megatron_async.step.extras import GrammarTable
 
@@ -39,6 +39,97 @@ logger = logging.getLogger(__name__)
 
 LogitsProcessor = Callable[[list[int], torch.Tensor], torch.Tensor]
 """From a request's token ids so far and its logits ``[vocabulary]`` to other logits."""
+
+
+class Grammars:
+    """Compiles what structured outputs conform to, in the threads of the callers that ask.
+
+    Args:
+        tokenizer: the model's, or None.
+        vocab_size: of the model.
+        automata_bytes: of the device's pool of token automata; 0 where there is none.
+        at_once: their tables are made where grammars are compiled, and not in the background.
+    """
+
+    def __init__(
+        self, tokenizer: Any, vocab_size: int, automata_bytes: int = 0, *, at_once: bool = False
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._at_once = at_once
+        self.automata_bytes = automata_bytes
+        self._compiler: list[GrammarCompiler] = []
+        self._windows: list[WindowMasks] = []
+        self._automata: list[KeptAutomata] = []
+
+    def compile(self, structured_outputs: Any) -> None:
+        """Compile a ``StructuredOutputs``, or a dict of its fields, so that it is found when the
+        request is opened.
+
+        Raises:
+            RequestError: it cannot be compiled; says what to change.
+        """
+        spec, grammar = self.compiled(structured_outputs)
+        if self.automata_bytes and self._at_once:
+            self.automata.of(spec, grammar)
+
+    def compiled(self, structured_outputs: Any) -> tuple[StructuredOutputs, CompiledGrammar]:
+        """What a text conforms to, and its grammar: see :meth:`compile`.
+
+        Raises:
+            RequestError: it cannot be compiled; says what to change.
+        """
+        from megatron_async.grammar.compiler import GrammarCompiler
+        from megatron_async.grammar.spec import StructuredOutputs
+
+        spec = StructuredOutputs.from_any(structured_outputs)
+        if self._tokenizer is None:
+            raise RequestError(
+                "structured_outputs needs a tokenizer, and the model has none; leave it out"
+            )
+        if not self._compiler:
+            # Without a lock, which a signal's handler would wait for: two may be made, and the
+            # first is used.
+            self._compiler.append(GrammarCompiler(self._tokenizer, self._vocab_size))
+        return spec, self._compiler[0].compile(spec)
+
+    @property
+    def automata(self) -> KeptAutomata:
+        """The token automata of grammars; one has been compiled."""
+        if not self._automata:
+            from megatron_async.grammar.tables.background import make_in_background
+            from megatron_async.grammar.tables.kept import KeptAutomata
+
+            kept = KeptAutomata(self.automata_bytes)
+            if not self._at_once:
+                make_in_background(kept, self._compiler[0], self.automata_bytes)
+            self._automata.append(kept)
+        return self._automata[0]
+
+    def close(self) -> None:
+        """Make no more tables."""
+        for automata in self._automata:
+            automata.close()
+
+    def token_bytes(self) -> Sequence[bytes]:
+        """What each token adds to a text; a grammar has been compiled."""
+        return self._compiler[0].masks(()).later_bytes
+
+    @property
+    def windows(self) -> WindowMasks:
+        """What makes the masks of a step, in the thread that steps."""
+        if not self._windows:
+            from megatron_async.grammar.windows import WindowMasks
+
+            self._windows.append(WindowMasks(self._vocab_size))
+        return self._windows[0]
+
+    @property
+    def new_window(self) -> Callable[[Any], Window]:
+        """Makes a window of all its fields."""
+        from megatron_async.grammar.windows import Window
+
+        return Window._make
 
 
 class Guidance:

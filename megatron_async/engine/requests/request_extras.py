@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from megatron_async.engine.commands import AddRequest, Command, UpdateSamplingParams
-from megatron_async.engine.requests.grammars import Grammars
+from megatron_async.engine.requests.guidance import Grammars
 from megatron_async.errors import ConfigError, RequestError, shown
 from megatron_async.request.parameter_checks import check_vocabulary
 from megatron_async.sampling_params import SamplingParams

@@ -10,7 +10,7 @@ import torch
 
 from megatron_async.checkpoint.reading.json_file import one_line
 from megatron_async.engine.commands import AddRequest, Command, UpdateSamplingParams
-from megatron_async.engine.requests.grammars import Grammars
+from megatron_async.engine.requests.guidance import Grammars
 from megatron_async.engine.requests.recorded_requests import check_recorded
 from megatron_async.engine.requests.request_extras import PromptTokenizer, RequestExtras
 from megatron_async.errors import RequestError, RequestTooLongError, shown

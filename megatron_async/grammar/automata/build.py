@@ -11,14 +11,13 @@ from megatron_async.grammar.automata import proof
 from megatron_async.grammar.automata.dfa import determinised, minimal
 from megatron_async.grammar.automata.expressions import Node, NotCoveredError, Text, choice
 from megatron_async.grammar.automata.nfa import Nfa
-from megatron_async.grammar.automata.reasons import TOO_LARGE
 from megatron_async.grammar.automata.regex import parsed
 from megatron_async.grammar.automata.schema import of_schema, whitespace_of
 from megatron_async.grammar.automata.table import TokenAutomaton, byte_size_of
 from megatron_async.grammar.compiler import CompiledGrammar, GrammarCompiler
 from megatron_async.grammar.matcher import MOST_FORCED_BYTES, Forced, Masks, Matcher, spelled
 from megatron_async.grammar.spec import StructuredOutputs
-from megatron_async.step.extras import MOST_FORCED
+from megatron_async.step.extras import MOST_FORCED, TABLE_TOO_LARGE
 
 MOST_PROVEN_WORDS = 1 << 25
 """Words of the library's masks that a proof compares at most: with 152,000 ids 3,500 states."""
@@ -51,7 +50,7 @@ def automaton_of(
         transitions, accepting = minimal(determinised(Nfa(tree_of(spec))))
         states, words = len(transitions), len(masks.text)
         if byte_size_of(states, words) > budget_bytes:
-            raise NotCoveredError(TOO_LARGE)
+            raise NotCoveredError(TABLE_TOO_LARGE)
         if 2 * states * words > MOST_PROVEN_WORDS:
             raise NotCoveredError("states to prove")
         over_bytes = compiled.compiler.over_bytes(spec)

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 MOST_STATES = 1 << 16
 """States of a pool, whose budget may have room for more of a small vocabulary."""
 LOADED_BYTES = 4 << 20
-"""Of a grammar's states that are brought to the device at once."""
+"""The states of a grammar are brought to the device in parts of this size."""
 LEFT_FREE = 256 << 20
 """Bytes of a GPU that a pool leaves to what steps may still ask for."""
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.metrics import GuidedRow, HostMasks
 from megatron_async.engine.recording import read_run
 from megatron_async.engine.replay import replay
-from megatron_async.grammar.automata import background, kept
-from megatron_async.grammar.automata.background import MOST_WAITING, BackgroundMaker
+from megatron_async.grammar.tables import background, kept
+from megatron_async.grammar.tables.background import MOST_WAITING, BackgroundMaker
 from megatron_async.request.request import DynamicInferenceRequest
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import DEPTHS, hash_engine
@@ -371,8 +370,8 @@ def test_processes_end_with_their_automata(stopped: Stopped) -> None:
 
 PARENT = """
 import time
-from megatron_async.grammar.automata.background import make_in_background
-from megatron_async.grammar.automata.kept import KeptAutomata
+from megatron_async.grammar.tables.background import make_in_background
+from megatron_async.grammar.tables.kept import KeptAutomata
 from megatron_async.grammar.compiler import GrammarCompiler
 from megatron_async.grammar.spec import StructuredOutputs
 from tests.support.hash_tokenizer import hash_tokenizer
@@ -402,7 +401,7 @@ def test_a_process_ends_with_an_engine_that_is_killed() -> None:
 
 def test_the_process_has_low_priority_and_no_torch() -> None:
     code = (
-        "import sys, megatron_async.grammar.automata.worker as worker\n"
+        "import sys, megatron_async.grammar.tables.worker as worker\n"
         "import os\n"
         "worker.stand_back()\n"
         "print(os.getpriority(os.PRIO_PROCESS, 0), 'torch' in sys.modules)\n"

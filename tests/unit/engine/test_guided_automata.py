@@ -15,9 +15,9 @@ from megatron_async.engine.metrics import GuidedRow, HostMasks
 from megatron_async.engine.recorded_config import config_of_run
 from megatron_async.engine.recording import read_run
 from megatron_async.engine.replay import replay
-from megatron_async.grammar.automata import kept
 from megatron_async.grammar.compiler import GrammarCompiler
 from megatron_async.grammar.spec import StructuredOutputs
+from megatron_async.grammar.tables import kept
 from megatron_async.runner.memory import automaton_pool
 from megatron_async.sampling.automata import FORCED
 from megatron_async.sampling_params import SamplingParams
@@ -190,7 +190,7 @@ def test_a_table_that_cannot_be_made_refuses_no_request(monkeypatch: pytest.Monk
     monkeypatch.setattr(kept, "automaton_of", fails)
     asked = [SamplingParams(structured_outputs={"regex": "[a-f]{9}"}, num_tokens_to_generate=4)]
     found, counters = decoded(1, 0, asked, guided_automata_bytes=ROOM)
-    assert re.fullmatch("[a-f]{4,9}", found[0][2]) and counters.host_masks == {kept.FAILED: 4}
+    assert re.fullmatch("[a-f]{4,9}", found[0][2]) and counters.host_masks == {HostMasks.FAILED: 4}
 
 
 def test_a_lack_of_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +203,7 @@ def test_a_lack_of_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     grammar = GrammarCompiler(hash_tokenizer(), VOCAB_SIZE).compile(spec)
     automata = kept.KeptAutomata(ROOM)
     monkeypatch.setattr(kept, "automaton_of", fails)
-    assert automata.of(spec, grammar) == kept.FAILED and automata.find(spec) is None
+    assert automata.of(spec, grammar) == HostMasks.FAILED and automata.find(spec) is None
     monkeypatch.setattr(kept, "automaton_of", automaton_of)
     assert not isinstance(automata.of(spec, grammar), str)
 

@@ -13,12 +13,11 @@ import pytest
 
 from megatron_async.grammar.automata import build, dfa, nfa, proof
 from megatron_async.grammar.automata.build import automaton_of
-from megatron_async.grammar.automata.reasons import TOO_LARGE
 from megatron_async.grammar.automata.table import TokenAutomaton, byte_size_of
 from megatron_async.grammar.matcher import Matcher
 from megatron_async.grammar.spec import StructuredOutputs
 from megatron_async.serving.chat.tool_choice import structured_outputs_for
-from megatron_async.step.extras import MOST_FORCED
+from megatron_async.step.extras import MOST_FORCED, TABLE_TOO_LARGE
 from tests.support.guided_tokens import SCHEMAS as FUNCTIONS
 from tests.unit.grammar.test_grammar import COMPILERS
 
@@ -282,7 +281,7 @@ def test_tables_have_a_budget_and_a_bound_of_what_is_proven(
 ) -> None:
     size = table_of("tiny", regex="a{9}").byte_size
     assert isinstance(made("tiny", size, regex="a{9}"), TokenAutomaton)
-    assert made("tiny", size - 1, regex="a{9}") == TOO_LARGE
+    assert made("tiny", size - 1, regex="a{9}") == TABLE_TOO_LARGE
     monkeypatch.setattr(build, "MOST_PROVEN_WORDS", 2 * 9 * 10)
     assert made("tiny", regex="a{9}") == "states to prove"
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from megatron_async import sampling_params
 from megatron_async.engine import commands
-from megatron_async.engine.requests.grammars import Grammars
+from megatron_async.engine.requests.guidance import Grammars
 from megatron_async.engine.requests.request_validation import RequestValidator
 from megatron_async.errors import RequestError
 from megatron_async.request.parameter_ranges import MAX_SEQUENCES

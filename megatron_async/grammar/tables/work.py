@@ -46,8 +46,8 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """A table of so many states, with masks of so many words; or the reason that there is none,
-    and what has failed, if something has."""
+    """A table of ``states``, with masks of ``words``; or the reason that there is none, and what
+    has failed, if something has."""
 
     states: int = 0
     words: int = 0

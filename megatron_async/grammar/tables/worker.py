@@ -1,6 +1,6 @@
 """A process that makes tables of grammars, one after the other, while an engine goes on.
 
-    python -m megatron_async.grammar.automata.worker FD
+    python -m megatron_async.grammar.tables.worker FD
 
 It has low priority, is the first that the system ends where memory runs short, and may end at any
 line: what it takes too much of ends it.
@@ -13,19 +13,19 @@ import os
 import socket
 import sys
 
-from megatron_async.grammar.automata import work
 from megatron_async.grammar.automata.build import automaton_of
-from megatron_async.grammar.automata.reasons import FAILED
 from megatron_async.grammar.compiler import GrammarCompiler
 from megatron_async.grammar.spec import StructuredOutputs
+from megatron_async.grammar.tables import work
 from megatron_async.processes.limits import limit_memory, limit_next_work
+from megatron_async.step.extras import TABLE_FAILED
 from megatron_async.tokenizer.calls import parse
 from megatron_async.tokenizer.tokenizer import Tokenizer
 
 MEMORY_BYTES, MEMORY_PER_BYTE = 4 << 30, 4
 """The most memory beyond what the vocabulary takes, and more for each byte of the pool."""
 WORK_SECONDS = 60
-"""Of computing, for one table. Those of 4,096 states and 152,000 ids take about 10."""
+"""The most time to compute one table: those of 4,096 states and 152,000 ids take about 10 s."""
 LOWEST_PRIORITY = 19
 
 
@@ -48,7 +48,7 @@ def answer(connection: socket.socket, compiler: GrammarCompiler, budget: int) ->
         raise
     except Exception as error:  # whatever it is, the host can still follow the grammar
         said = f"{type(error).__name__}: {error}"
-        work.send(connection, work.Answer(reason=FAILED, failure=said))
+        work.send(connection, work.Answer(reason=TABLE_FAILED, failure=said))
         return
     if isinstance(made, str):
         work.send(connection, work.Answer(reason=made))

@@ -10,10 +10,10 @@ from typing import Protocol
 
 from megatron_async.errors import shown
 from megatron_async.grammar.automata.build import automaton_of, excluded
-from megatron_async.grammar.automata.reasons import FAILED, LATER
 from megatron_async.grammar.automata.table import TokenAutomaton
 from megatron_async.grammar.compiler import CompiledGrammar
 from megatron_async.grammar.spec import StructuredOutputs
+from megatron_async.step.extras import TABLE_FAILED, TABLE_LATER
 
 logger = logging.getLogger(__name__)
 
@@ -79,10 +79,10 @@ class KeptAutomata:
             made = automaton_of(spec, grammar, (), budget_bytes=self._budget)
         except MemoryError as error:  # there may be more later
             _warn(error)
-            return FAILED
+            return TABLE_FAILED
         except Exception as error:  # whatever it is, the host can still follow the grammar
             _warn(error)
-            made = FAILED
+            made = TABLE_FAILED
         self._keep(spec, made)
         return made
 
@@ -99,7 +99,7 @@ class KeptAutomata:
         assert self.maker is not None
         if self._has_come(spec):
             self.maker.ask(spec)
-        return self.find(spec) or LATER
+        return self.find(spec) or TABLE_LATER
 
     def put(self, spec: StructuredOutputs, made: TokenAutomaton | str | None) -> None:
         """What the maker has made, or why there is none; None where it failed."""
@@ -109,7 +109,7 @@ class KeptAutomata:
                 _shorten(self._failed)
             if failures < TRIES:
                 return
-        self._keep(spec, FAILED if made is None else made)
+        self._keep(spec, TABLE_FAILED if made is None else made)
 
     def close(self) -> None:
         """Nothing is made in the background any more."""

@@ -10,16 +10,16 @@ import weakref
 from collections.abc import Callable
 
 from megatron_async.errors import shown
-from megatron_async.grammar.automata import work
-from megatron_async.grammar.automata.kept import KeptAutomata
 from megatron_async.grammar.automata.table import TokenAutomaton
 from megatron_async.grammar.compiler import GrammarCompiler
 from megatron_async.grammar.spec import StructuredOutputs
+from megatron_async.grammar.tables import work
+from megatron_async.grammar.tables.kept import KeptAutomata
 from megatron_async.processes.child import EXIT_SECONDS, Child, how_ended
 
 logger = logging.getLogger(__name__)
 
-WORKER = "megatron_async.grammar.automata.worker"
+WORKER = "megatron_async.grammar.tables.worker"
 """The module that the process runs, and this one has no use for."""
 MOST_WAITING = 16
 IDLE_SECONDS = 60.0
@@ -58,7 +58,7 @@ class BackgroundMaker:
         self._budget = budget
         self._take = take
         self._asked: dict[StructuredOutputs, None] = {}
-        """Those that wait, and the one that is being made."""
+        """The grammars that wait, and the one whose table is being made."""
         self._taken = threading.Condition()
         self._queue: queue.SimpleQueue[StructuredOutputs | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -79,7 +79,7 @@ class BackgroundMaker:
         return None if worker is None else worker.child.pid
 
     def ask(self, spec: StructuredOutputs) -> None:
-        """See :class:`~megatron_async.grammar.automata.kept.Maker`."""
+        """See :class:`~megatron_async.grammar.tables.kept.Maker`."""
         if self._is_closed or spec in self._asked or len(self._asked) >= MOST_WAITING:
             return
         self._asked[spec] = None

@@ -1,0 +1,1 @@
+"""Tables of the last grammars, and the process that makes them."""
