@@ -21,6 +21,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from megatron_async.config.engine_config import GUIDED_ROWS, EngineConfig
+from megatron_async.config.testing_options import TestingOptions
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.metrics import GuidedRow
 from megatron_async.sampling_params import SamplingParams
@@ -56,6 +57,7 @@ def config_of(args: argparse.Namespace, way: str, depth: int) -> EngineConfig:
         depth=depth,
         guided_rows=GUIDED_ROWS[0] if way == AUTOMATA else way,
         guided_automata_bytes=AUTOMATA_BYTES if way == AUTOMATA else 0,
+        testing=TestingOptions(automata_at_once=True),
         tokenizer_model=args.tokenizer,
         max_requests=ROWS,
         max_sequence_length=length,

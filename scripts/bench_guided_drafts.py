@@ -16,6 +16,7 @@ import time
 from contextlib import ExitStack
 
 from megatron_async.config.engine_config import EngineConfig
+from megatron_async.config.testing_options import TestingOptions
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.sampling_params import SamplingParams
 from tests.support.guided_tokens import SCHEMAS
@@ -38,6 +39,7 @@ def config_of(args: argparse.Namespace, way: str) -> EngineConfig:
         block_size_tokens=16,
         batch_invariant=True,
         guided_automata_bytes=AUTOMATA_BYTES if way.endswith(AUTOMATA) else 0,
+        testing=TestingOptions(automata_at_once=True),
         **drafts,  # type: ignore[arg-type]
     )
 

@@ -131,7 +131,8 @@ def config_of(way: str, rows: int, drafts: int, depth: int) -> EngineConfig:
     return EngineConfig(
         depth=depth, num_speculative_tokens=drafts if has else 0, max_requests=rows,
         max_sequence_length=length, block_size_tokens=BLOCK, batch_invariant=True,
-        block_count=rows * (2 + length // BLOCK), enable_prefix_caching=False, device="cpu", **has,
+        block_count=rows * (2 + length // BLOCK), enable_prefix_caching=False, device="cpu",
+        guided_automata_bytes=0, **has,
     )  # fmt: skip
 
 

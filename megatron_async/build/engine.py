@@ -76,7 +76,8 @@ def assemble(
     config, limits = spec.config, spec.limits
     device, batch, runner = opened
     vocab_size = spec.model.vocab_size
-    automata_bytes = (config.guided_automata_bytes or 0) if runner.takes_automata else 0
+    config = dataclasses.replace(config, guided_automata_bytes=spec.automata_bytes)
+    automata_bytes = spec.automata_bytes if runner.takes_automata else 0
     grammars = Grammars(
         model.tokenizer, vocab_size, automata_bytes, at_once=config.testing.automata_at_once
     )
@@ -108,7 +109,7 @@ def assemble(
     drafts_are_real = config.testing.synthetic_acceptance is None
     guidance = Guidance(
         runner, grammars, scheduler.table.sequences, drafts=drafts_are_real,
-        without=HostMasks.DEVICE if config.guided_automata_bytes else HostMasks.OFF,
+        without=HostMasks.DEVICE if spec.automata_bytes else HostMasks.OFF,
     )  # fmt: skip
     streams, sinks = StreamTable(), SinkQueue()
     lock = StepLock((outputs.fail, streams.fail, sinks.fail))

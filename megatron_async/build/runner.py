@@ -154,7 +154,7 @@ def open_runner(
             synthetic_acceptance=config.testing.synthetic_acceptance,
             routed=routed,
             keeps_prefixes=config.enable_prefix_caching,
-            has_automata=has_automata(config, network),
+            has_automata=has_automata(spec.automata_bytes, config, network),
         )
     except BaseException:
         if given is None:

@@ -40,6 +40,7 @@ class EngineSpec:
         cache: what a token takes in rank 0's KV cache.
         further_token_bytes: what it takes in the cache of a model that drafts.
         snapshot_count: snapshots of recurrent state for the prefix cache.
+        automata_bytes: size of the pool of token automata, if requests may be guided by some.
         has_filters_in_extras: the plain S knows no top-k and top-p: on GPUs of which each has some
             columns of the logits.
     """
@@ -54,6 +55,7 @@ class EngineSpec:
     drafting: Drafting
     limits: Limits
     snapshot_count: int
+    automata_bytes: int
     has_filters_in_extras: bool
 
     @classmethod
@@ -82,9 +84,8 @@ class EngineSpec:
         draft = None if model.draft is None else ModelDescription.of(model.draft)
         free = beside_steps(described, config, device, free)
         pool = automata_bytes_of(config, device, free)
-        config = replace(config, guided_automata_bytes=pool)
-        if free is not None and device == "cuda" and has_automata(config, model.network):
-            free = max(free - pool, 0)  # which comes with the first grammar that has a table
+        if free is not None and device == "cuda" and has_automata(pool, config, model.network):
+            free = max(free - pool, 0)  # it comes with the first request that has a table
         if given is None:
             cache, further = cached_tokens(described, draft, config)
             sizes = sizes_of(described, draft, config, device, free)
@@ -131,6 +132,7 @@ class EngineSpec:
             drafting=drafting,
             limits=limits,
             snapshot_count=snapshots,
+            automata_bytes=pool,
             has_filters_in_extras=layout.tensor > 1 and device == "cuda",
         )
 
@@ -149,10 +151,9 @@ class EngineSpec:
         return replace(config, max_sequence_length=self.sizes.max_sequence_length)
 
 
-def has_automata(config: EngineConfig, network: Network) -> bool:
-    """Whether token automata may guide requests: of one process."""
-    has_some = config.enable_sampling_extras and bool(config.guided_automata_bytes)
-    return network.parallel is None and has_some
+def has_automata(pool: int, config: EngineConfig, network: Network) -> bool:
+    """Whether token automata in a pool of so many bytes may guide requests: of one process."""
+    return network.parallel is None and pool > 0 and config.enable_sampling_extras
 
 
 def layout_of(model: ServedModel, config: EngineConfig) -> Layout:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megatron_async.device.memory import GIB, must_fit
+from megatron_async.device.memory import GIB, free_bytes, must_fit
 from megatron_async.device.protocol import Device, Ints
 from megatron_async.models.network import Network
 from megatron_async.runner.cuda_graphs import StepGraphs, row_buckets, token_buckets
@@ -242,7 +242,10 @@ class ModelRunner:
         from megatron_async.runner.memory.automaton_pool import open_pool
 
         assert self._extras is not None
-        pool = self._automata = open_pool(token_bytes, budget, self._extras.tables, self.device)
+        on = self.device.torch_device
+        free = free_bytes(on) if on.type == "cuda" else None
+        tables = self._extras.tables
+        pool = self._automata = open_pool(token_bytes, budget, tables, self.device, free)
         return 0 if pool is None else pool.capacity
 
     def _log_extras(self, extras: SamplingExtras) -> None:

@@ -23,10 +23,11 @@ KNOBS = {field.name for field in dataclasses.fields(TestingOptions)}
 
 
 def config_at(depth: int, **values: Any) -> EngineConfig:
-    """A configuration at ``depth``; 0 is serial. ``values`` may have those of TestingOptions. With
-    automata tables are made with their requests, unless ``values`` say otherwise."""
+    """A configuration at ``depth``; 0 is serial. ``values`` may have those of TestingOptions.
+    Masks come from the host unless ``values`` have a pool of automata, whose tables are made with
+    their requests unless ``values`` say otherwise."""
     values.setdefault("device", "cpu")
-    if values.get("guided_automata_bytes"):
+    if values.setdefault("guided_automata_bytes", 0):
         values.setdefault("automata_at_once", True)
     knobs = {name: values.pop(name) for name in KNOBS if name in values}
     return EngineConfig(depth=depth, testing=TestingOptions(**knobs), **values)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_async.device.memory import GIB, free_bytes, is_out_of_memory
+from megatron_async.device.memory import GIB, is_out_of_memory
 from megatron_async.device.protocol import Device
 from megatron_async.runner.extras_tables import ExtrasTables
 from megatron_async.sampling.automata import BYTES, DEAD, FORCED, Automata
@@ -128,13 +128,19 @@ class AutomatonPool:
 
 
 def open_pool(
-    token_bytes: Sequence[bytes], budget: int, tables: ExtrasTables, device: Device
+    token_bytes: Sequence[bytes],
+    budget: int,
+    tables: ExtrasTables,
+    device: Device,
+    free: int | None = None,
 ) -> AutomatonPool | None:
     """A pool that the S of all launches to come reads; None where the device's memory, or the
-    budget, does not suffice. For the arguments see :class:`AutomatonPool`."""
+    budget, does not suffice. For the other arguments see :class:`AutomatonPool`.
+
+    Args:
+        free: bytes of the device's memory; None is not asked.
+    """
     assert tables.addresses is not None
-    on = tables.addresses.device
-    free = free_bytes(on) if on.type == "cuda" else None
     if free is not None and free < budget + LEFT_FREE:
         logger.warning(
             "grammars are followed on the host: a pool of automata takes %.3f GiB, and %.3f GiB "

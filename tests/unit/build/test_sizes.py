@@ -12,16 +12,18 @@ import pytest
 import torch
 
 from megatron_async.build import runner as runner_module
+from megatron_async.build.model import load_model
 from megatron_async.build.sizes import (
     DEFAULT_CACHE_GIB,
     FREE_SHARE,
     MOST_DEFAULT_TOKENS,
     STEPS_GIB,
+    automata_bytes_of,
     beside_steps,
     sizes_of,
     snapshot_count_of,
 )
-from megatron_async.build.spec import draft_limit_of
+from megatron_async.build.spec import EngineSpec, draft_limit_of
 from megatron_async.config.engine_config import EngineConfig
 from megatron_async.device import memory
 from megatron_async.engine import engine as engine_module
@@ -179,6 +181,44 @@ def test_memory_that_runs_out_while_a_model_is_built_is_one_line() -> None:
         memory.weights_must_fit(torch.device("cpu"), 1, torch.float32),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+
+def test_a_default_cache_leaves_the_pool_of_automata() -> None:
+    """Which comes with the first request that has a table: on a GPU, of one process, unless it is
+    turned off; and it is never the reason of a refusal."""
+    asked = EngineConfig(max_requests=2, max_sequence_length=64)
+    assert automata_bytes_of(asked, "cpu", 64 * GIB) == 0
+    assert automata_bytes_of(asked, "cuda", None) == 256 << 20
+    assert automata_bytes_of(asked, "cuda", 64 * GIB) == 256 << 20
+    assert automata_bytes_of(asked, "cuda", GIB) == GIB // 16
+    assert automata_bytes_of(asked, "cuda", 0) == 0
+    for given in (0, 5 * GIB):
+        config = replace(asked, guided_automata_bytes=given)
+        assert automata_bytes_of(config, "cuda", GIB) == given
+
+
+@pytest.mark.parametrize(
+    ("values", "pool"),
+    [
+        ({}, 1 << 28),
+        ({"guided_automata_bytes": 0}, 0),
+        ({"guided_automata_bytes": 1 << 30}, 1 << 30),
+        ({"enable_sampling_extras": False}, 0),
+    ],
+)
+def test_a_spec_leaves_the_pool_of_automata(values: dict[str, Any], pool: int) -> None:
+    """Blocks of the cache take three quarters of what is left."""
+    config = EngineConfig(max_requests=4096, max_sequence_length=2048, device="cpu")
+    model = load_model("tiny", config)
+
+    def cache_bytes(free: int, **more: Any) -> int:
+        each = replace(config, **more)
+        return EngineSpec.of(model, each, "cuda", free=free).cache_bytes
+
+    without = {"guided_automata_bytes": 0}
+    free = 8 * GIB
+    assert cache_bytes(free, **values) == cache_bytes(free - pool, **without)
+    assert pool == 0 or cache_bytes(free, **values) < cache_bytes(free, **without)
 
 
 def test_a_default_cache_leaves_what_steps_take() -> None:

@@ -89,7 +89,9 @@ def test_depth_alone_decides_and_its_alias_may_agree(values: dict[str, Any], dep
 
 def test_knobs_of_tests_stand_in_one_field() -> None:
     knobs = {field.name for field in dataclasses.fields(TestingOptions)}
-    assert knobs == {"jitter_seed", "speculative_step_costs", "synthetic_acceptance"}
+    assert knobs == {
+        "automata_at_once", "jitter_seed", "speculative_step_costs", "synthetic_acceptance"
+    }  # fmt: skip
     assert not knobs & {field.name for field in dataclasses.fields(EngineConfig)}
     given = EngineConfig(testing=TestingOptions(jitter_seed=3))
     assert EngineConfig(**dataclasses.asdict(given)) == given
