@@ -1,6 +1,6 @@
 """How late a thread gets its turn while tables of grammars are made.
 
-    python -m scripts.measure_tables --tokenizer tokenizer.json [--vocabulary 151936]
+    python -m scripts.measure_tables --tokenizer DIRECTORY [--vocabulary 151936]
 
 The thread wants it each 0.1 ms, as one that steps an engine does. Beside it nothing happens, or the
 tables of ten functions are made: in the background, from the start of the process that makes them
@@ -19,7 +19,6 @@ from megatron_async.grammar.compiler import GrammarCompiler
 from megatron_async.grammar.spec import StructuredOutputs
 from megatron_async.grammar.tables import background
 from megatron_async.grammar.tables.kept import KeptAutomata
-from megatron_async.tokenizer.calls import parse
 from megatron_async.tokenizer.tokenizer import Tokenizer
 from tests.support.guided_tokens import SCHEMAS
 
@@ -74,10 +73,10 @@ def in_a_thread(compiler: GrammarCompiler, specs: list[StructuredOutputs]) -> No
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--tokenizer", type=Path, required=True, help="a tokenizer.json")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="a directory")
     parser.add_argument("--vocabulary", type=int, help="ids of the model")
     args = parser.parse_args()
-    tokenizer = Tokenizer(parse(args.tokenizer.read_bytes()))
+    tokenizer = Tokenizer.from_directory(args.tokenizer)
     compiler = GrammarCompiler(tokenizer, args.vocabulary or tokenizer.vocab_size)
     specs = [StructuredOutputs(json=schema) for schema in SCHEMAS.values()]
     for spec in specs:

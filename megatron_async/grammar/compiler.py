@@ -40,6 +40,7 @@ mask of 128,256 ids takes milliseconds."""
 STACK_BYTES = 512 << 20
 """Enough for references as deep as ``MAX_SPEC_CHARACTERS`` has room for."""
 MOST_PLACES = 128
+HASHED_AT_ONCE = 4096
 SPELLED = 4096
 """Texts, of what grammars force, whose tokens are kept."""
 
@@ -185,9 +186,13 @@ class GrammarCompiler:
 
     @property
     def digest(self) -> bytes:
-        """A hash of what each token adds to a text."""
-        lengths = np.fromiter(map(len, self._later_bytes), np.int64, len(self._later_bytes))
-        return hashlib.sha256(lengths.tobytes() + b"".join(self._later_bytes)).digest()
+        """A hash of what each token adds to a text. Other threads get their turn meanwhile."""
+        found = hashlib.sha256()
+        for first in range(0, self.vocab_size, HASHED_AT_ONCE):
+            part = self._later_bytes[first : first + HASHED_AT_ONCE]
+            found.update(np.fromiter(map(len, part), np.int64, len(part)))
+            found.update(b"".join(part))
+        return found.digest()
 
     def tokenizer_json(self) -> bytes:
         """The tokenizer, for another process; raises an exception of its library."""

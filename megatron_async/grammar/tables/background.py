@@ -201,8 +201,9 @@ class Worker:
 
     def set_up(self, compiler: GrammarCompiler, budget: int) -> None:
         """Have it make tables of a vocabulary; raises an exception if it cannot."""
-        setup = work.Setup(compiler.tokenizer_json(), compiler.vocab_size, budget)
-        work.send(self._connection, setup)
+        tokenizer = compiler.tokenizer_json()
+        work.send(self._connection, work.Setup(compiler.vocab_size, budget))
+        work.send_bytes(self._connection, tokenizer)
         ready = work.READY.decode(work.receive(self._connection))
         if ready.digest != compiler.digest:
             raise _NotStartedError("the tokenizer has other tokens in another process")

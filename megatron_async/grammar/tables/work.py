@@ -1,5 +1,6 @@
 """What an engine and the process that makes its tables say to each other: messages as msgpack, each
-behind its length, and behind an answer with a table the bytes of its arrays."""
+behind its length, behind the first the content of a ``tokenizer.json``, and behind an answer with a
+table the bytes of its arrays. What is long is sent and received without the GIL."""
 
 from __future__ import annotations
 
@@ -20,15 +21,9 @@ MOST_BYTES = 1 << 30
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """Whose tables are to be made.
+    """Tables are wanted for the vocabulary of a model; ``budget``: bytes that a table may take.
+    The tokenizer follows."""
 
-    Args:
-        tokenizer: the content of its ``tokenizer.json``.
-        vocab_size: of the model.
-        budget: bytes that a table may take.
-    """
-
-    tokenizer: bytes
     vocab_size: int
     budget: int
 
@@ -63,12 +58,17 @@ ANSWER: Codec[Answer] = Codec(Answer)
 
 def send(connection: socket.socket, message: msgspec.Struct) -> None:
     """Send a message; raises OSError."""
-    data = encode(message)
-    connection.sendall(len(data).to_bytes(LENGTH_BYTES, "big") + data)
+    send_bytes(connection, encode(message))
+
+
+def send_bytes(connection: socket.socket, data: bytes) -> None:
+    """Send bytes behind their length; raises OSError."""
+    connection.sendall(len(data).to_bytes(LENGTH_BYTES, "big"))
+    connection.sendall(data)
 
 
 def receive(connection: socket.socket) -> bytes:
-    """The next message; raises EOFError when there will be none, or OSError."""
+    """The next bytes of :func:`send_bytes`; raises EOFError when there will be none, or OSError."""
     length = bytearray(LENGTH_BYTES)
     _fill(connection, memoryview(length))
     size = int.from_bytes(length, "big")

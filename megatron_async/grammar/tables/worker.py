@@ -61,7 +61,8 @@ def main() -> None:
     stand_back()
     with socket.socket(fileno=int(sys.argv[1])) as connection, contextlib.suppress(EOFError):
         setup = work.SETUP.decode(work.receive(connection))
-        compiler = GrammarCompiler(Tokenizer(parse(setup.tokenizer)), setup.vocab_size)
+        tokenizer = Tokenizer(parse(work.receive(connection)))
+        compiler = GrammarCompiler(tokenizer, setup.vocab_size)
         work.send(connection, work.Ready(compiler.digest))
         limit_memory(MEMORY_BYTES + MEMORY_PER_BYTE * setup.budget)
         while True:
