@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150, help="of a round")
     parser.add_argument("--graphs", type=int, default=2, help="numbers of rows with graphs")
     parser.add_argument("--prompt", type=int, default=16, help="tokens")
-    said = "compare token automata too, of expressions; their kernels are turned on"
+    said = "compare token automata too, of expressions"
     parser.add_argument("--automata", action="store_true", help=said)
     args = parser.parse_args()
     depths, counts = ([int(n) for n in each.split(",")] for each in (args.depths, args.guided))

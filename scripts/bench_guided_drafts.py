@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--depth", type=int, default=1)
-    said = "compare token automata too; their kernels are turned on"
+    said = "compare token automata too"
     parser.add_argument("--automata", action="store_true", help=said)
     args = parser.parse_args()
     ways = (*WAYS, *(way + AUTOMATA for way in WAYS)) if args.automata else WAYS

@@ -190,7 +190,7 @@ class GrammarCompiler:
         found = hashlib.sha256()
         for first in range(0, self.vocab_size, HASHED_AT_ONCE):
             part = self._later_bytes[first : first + HASHED_AT_ONCE]
-            found.update(np.fromiter(map(len, part), np.int64, len(part)))
+            found.update(np.fromiter(map(len, part), np.int64, len(part)).tobytes())
             found.update(b"".join(part))
         return found.digest()
 
