@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.metrics import GuidedRow, HostMasks
+from megatron_async.engine.recording import read_run
+from megatron_async.engine.replay import replay
 from megatron_async.errors import IntegrityError
 from megatron_async.grammar.automata.build import automaton_of
 from megatron_async.grammar.spec import StructuredOutputs
 from megatron_async.runner.memory.automaton_pool import state_bytes
 from tests.support.drafting_model import DraftingHashModel
-from tests.support.engines import hash_engine, sampling_params
+from tests.support.engines import drive, hash_engine, sampling_params
 from tests.support.guided_rows import WINDOW, guide, play
 from tests.support.hash_model import VOCAB_SIZE, HashModel
 from tests.support.hash_tokenizer import hash_tokenizer
@@ -144,9 +147,37 @@ def no_launch_waits_for_a_token(depth: int, debug: bool = True) -> None:
     assert counters.barriers == 0
 
 
+def recorded_decisions_are_repeated(depth: int, debug: bool = True) -> None:
+    """Two requests come before their table is there, and one behind."""
+    asks = [Ask((number, 1), 12, regex="[a-f]{40}") for number in range(3)]
+    values = {"guided_automata_bytes": ROOM, "automata_at_once": False, "debug": debug}
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/run.jsonl"
+        with hash_engine(
+            depth, tokenizer=hash_tokenizer(), max_requests=3, block_count=60, record=path, **values
+        ) as engine:  # fmt: skip
+            tables = TablesWhenTold(engine)
+            for number, ask in enumerate(asks):
+                engine.add_request(number, list(ask.prompt), sampling_params(ask))
+                engine.step_modern()
+                if number == 1:
+                    tables.make()
+            drive(engine)
+            rows = engine.counters.guided_rows
+        run = read_run(path)
+    with hash_engine(
+        depth, tokenizer=hash_tokenizer(), max_requests=3, block_count=60, **values
+    ) as engine:  # fmt: skip
+        result = replay(run, engine)
+        assert result.exact and result.differences == ()
+        assert engine.counters.guided_rows == rows
+    assert rows == {GuidedRow.TOKEN: 24, GuidedRow.AUTOMATON: 12}
+
+
 SCENARIOS = (
     automata_guide_rows_as_the_oracle,
     forced_stretches_are_drafted_by_automata,
     automata_keep_their_states_until_they_retire,
     no_launch_waits_for_a_token,
+    recorded_decisions_are_repeated,
 )

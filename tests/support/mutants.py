@@ -22,7 +22,7 @@ from megatron_async.cache.block_allocator import BlockAllocator
 from megatron_async.cache.prefix_cache import ROOT, PrefixCache
 from megatron_async.cache.state_snapshots import StateSnapshots
 from megatron_async.device.cpu import CpuDevice, CpuPacketRing, CpuResultRing
-from megatron_async.engine.metrics import NotOverlapped
+from megatron_async.engine.metrics import HostMasks, NotOverlapped
 from megatron_async.engine.requests.guidance import Guidance
 from megatron_async.engine.stepping.loop import DecodeLoop
 from megatron_async.errors import IntegrityError
@@ -58,6 +58,7 @@ from tests.support.guided_automata import (
     automata_keep_their_states_until_they_retire,
     forced_stretches_are_drafted_by_automata,
     no_launch_waits_for_a_token,
+    recorded_decisions_are_repeated,
 )
 from tests.support.guided_rows import (
     forced_stretches_come_as_drafts,
@@ -742,6 +743,22 @@ def automaton_given_back_before_the_last_ticket(original: Any) -> Any:
 def forced_by_the_state_of_the_slot_before(original: Any) -> Any:
     """No wrong token: drafts that nobody accepts."""
     return lambda pool, table, drafts: original(pool, table.roll(1), drafts)
+
+
+@pinned(Guidance, "_automaton", recorded_decisions_are_repeated)
+def replayed_by_the_tables_that_are_there(original: Any) -> Any:
+    """Which depends on when they were made."""
+
+    def automaton(self: Guidance, command: Any, spec: Any, grammar: Any) -> Any:
+        return self._grammars.automata.find(spec) or HostMasks.LATER.value
+
+    return automaton
+
+
+@pinned(Guidance, "decided", recorded_decisions_are_repeated)
+def tables_made_with_their_requests(original: Any) -> Any:
+    """The first request of a grammar waits."""
+    return lambda self, command, params: command
 
 
 @pinned(Guidance, "grammar_of", no_launch_waits_for_a_token, least_depth=2)
