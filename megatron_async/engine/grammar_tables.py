@@ -56,6 +56,12 @@ class GrammarTables:
             self.capacity = self._runner.open_automata(self._token_bytes(), self._budget)
         return self.capacity
 
+    def has_pool(self, *, may_open: bool) -> bool:
+        """There is a pool, or may be one and is now."""
+        if self.capacity is None and not may_open:
+            return False
+        return self.open_pool() > 0
+
     def open(self, key: int, spec: Any, automaton: TokenAutomaton | str) -> GrammarTable | str:
         """The table of a request from here to :meth:`close`, or why it has none.
 

@@ -178,11 +178,17 @@ class Guidance:
         found = grammars.automata.wanted(*grammars.compiled(outputs))
         return msgspec.structs.replace(command, automaton=not isinstance(found, str))
 
-    def settled(self, command: AddRequest) -> AddRequest:
+    def settled(self, command: AddRequest, *, may_open: bool) -> AddRequest:
         """A command that is about to be applied, as it is recorded: an automaton guides no request
-        where the device has no room for a pool."""
+        where the device has no room for a pool.
+
+        Args:
+            may_open: a pool may be allocated; an engine that sleeps has lent the memory.
+        """
         found = self._automata.get(command.key)
-        if found is None or (not isinstance(found, str) and self._tables_of_all.open_pool()):
+        if found is None:
+            return command
+        if not isinstance(found, str) and self._tables_of_all.has_pool(may_open=may_open):
             return command
         if not isinstance(found, str):
             self._automata[command.key] = HostMasks.POOL.value

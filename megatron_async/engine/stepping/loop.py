@@ -356,7 +356,7 @@ class DecodeLoop:
         self._plans_without_rows = 0
         while (command := self.commands.take()) is not None:
             if isinstance(command, AddRequest) and command.automaton:
-                command = self._guidance.settled(command)
+                command = self._guidance.settled(command, may_open=not self.suspended)
             self._note(command)
             self._apply(command)
 

@@ -184,6 +184,26 @@ def test_a_pool_without_room_is_recorded_as_none(tmp_path: Path) -> None:
         assert result.exact and result.differences == ()
 
 
+def test_a_suspended_engine_takes_no_memory(tmp_path: Path) -> None:
+    """As one that sleeps is, whose memory others have."""
+    path = tmp_path / "run.jsonl"
+    with engine_with_tables(2, record=str(path), automata_at_once=True) as engine:
+        engine.suspend()
+        add(engine, 0, REGEXES[0])
+        engine.step_modern()
+        engine.resume()
+        finish(engine)
+        assert ways(engine).keys() == {GuidedRow.TOKEN}
+        engine.suspend()
+        engine.resume()
+        add(engine, 1, REGEXES[0])
+        finish(engine)
+        assert ways(engine).keys() == {GuidedRow.AUTOMATON}
+    with engine_with_tables(2) as engine:
+        result = replay(read_run(path), engine)
+        assert result.exact and result.differences == ()
+
+
 def _of_more_room(self: kept.KeptAutomata, spec: Any, grammar: Any) -> Any:
     return kept.automaton_of(spec, grammar, (), budget_bytes=ROOM)
 
