@@ -14,6 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from megatron_async.errors import CheckpointError, RequestError
 from megatron_async.serving.endpoints.log_prob_shapes import CompletionLogProbs, TokenNames
+from megatron_async.tokenizer.calls import parse
 from megatron_async.tokenizer.tokenizer import Tokenizer, _byte_of_character
 
 BYTE_OF = _byte_of_character()
@@ -283,6 +284,31 @@ def test_truncation_and_padding_of_the_file_do_not_touch_prompts(tmp_path: Path,
     tokenizer = Tokenizer.from_directory(write(tmp_path, stored, {}))
     assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
     assert len(tokenizer.tokenize(text)) == len(text)
+
+
+@pytest.mark.parametrize("make", (byte_level, sentence_piece))
+@pytest.mark.parametrize("becomes", ("itself", "another", "nothing"))
+def test_a_tokenizer_is_made_again_of_what_it_writes(
+    make: Any, becomes: str, tmp_path: Path
+) -> None:
+    """Of its file, or by the library where there is none or another by now."""
+    file = tmp_path / "tokenizer.json"
+    make().save(str(file))
+    ours, data = Tokenizer.from_directory(tmp_path), file.read_bytes()
+    if becomes == "another":
+        file.write_bytes(data.replace(b"<|bos|>", b"<|xxx|>") + b" ")
+    elif becomes == "nothing":
+        file.unlink()
+    for tokenizer in (ours, Tokenizer(make())):
+        again = Tokenizer(parse(tokenizer.to_json()))
+        for first in (False, True):
+            found, due = (
+                [each.token_bytes(n, first=first) for n in range(ours.vocab_size)]
+                for each in (again, ours)
+            )
+            assert found == due
+        assert again.tokenize("a日 a") == ours.tokenize("a日 a")
+    assert (ours.to_json() == data) == (becomes == "itself")
 
 
 def test_lone_surrogate_is_a_request_error() -> None:
