@@ -152,7 +152,7 @@ class EngineSpec:
 
 
 def has_automata(pool: int, config: EngineConfig, network: Network) -> bool:
-    """Whether token automata in a pool of so many bytes may guide requests: of one process."""
+    """Whether token automata in a pool of ``pool`` bytes may guide requests: of one process."""
     return network.parallel is None and pool > 0 and config.enable_sampling_extras
 
 

@@ -188,6 +188,9 @@ class _WindowStream(DetokenizeStream):
 class Tokenizer:
     """A Hugging Face ``tokenizer.json`` under the attribute names megatron's tokenizers have.
 
+    Args:
+        source: the file that it was read from, and the SHA-256 of its content; None for none.
+
     Raises:
         CheckpointError: a file is missing or corrupt, or its decoder is not supported.
     """
@@ -198,10 +201,10 @@ class Tokenizer:
         *,
         bos_token: str | None = None,
         eos_token: str | None = None,
+        source: tuple[Path, bytes] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._file: Path | None = None
-        self._digest = b""
+        self._source = source
         try:
             # Not all of it as JSON: that has a place for each id up to the largest.
             decoder_types = _decoder_types(json.loads(part_as_json(tokenizer.decoder)))
@@ -252,11 +255,9 @@ class Tokenizer:
                 raise CheckpointError(f"{config_file}: {field}={shown(value)} must be a string")
             names[field] = value
         try:
-            found = cls(tokenizer, **names)
+            return cls(tokenizer, **names, source=(file, hashlib.sha256(data).digest()))
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error
-        found._file, found._digest = file, hashlib.sha256(data).digest()
-        return found
 
     def tokenize(
         self, text: str, add_bos: bool = False, *, add_special_tokens: bool = False
@@ -393,10 +394,11 @@ class Tokenizer:
             TokenizerPanicError: it cannot be written.
             Exception: a rule of it is written in Python.
         """
-        if self._file is not None:
+        if self._source is not None:
+            file, digest = self._source
             with contextlib.suppress(OSError, CheckpointError):
-                data = read_file(self._file, MOST_TOKENIZER_BYTES)
-                if hashlib.sha256(data).digest() == self._digest:
+                data = read_file(file, MOST_TOKENIZER_BYTES)
+                if hashlib.sha256(data).digest() == digest:
                     return data
         text: str = guarded(self._tokenizer.to_str)
         return text.encode()
