@@ -173,9 +173,9 @@ class EngineConfig:
         guided_automata_bytes: of the device, for token automata of structured outputs: where the
             grammar of a request has a table, S makes its masks by itself, so that such rows need no
             token on the host, at any depth. Tables are made in the background for grammars that
-            come again. The memory is allocated when the first request comes that finds one. None is
-            256 MiB on a GPU, or 1/16 of what is free there, and off on a CPU; 0 is off. It changes
-            no token.
+            come again. The memory is allocated when the first request comes that finds one. 0 is
+            off; None is 256 MiB on a GPU, or 1/16 of what is free there, and off on a CPU. It
+            changes no token.
         late_planning: plan a step shortly before the one in flight ends, so that a request that
             comes meanwhile is in it, and not in the one behind. With depth 0 it does nothing.
         return_routed_experts: hand out the experts that each token went to, to requests that ask
@@ -252,7 +252,7 @@ class EngineConfig:
     num_cuda_graphs: int | None = None
     enable_sampling_extras: bool = True
     guided_rows: str = "wait"
-    guided_automata_bytes: int | None = None
+    guided_automata_bytes: int | None = 0
     late_planning: bool = False
     return_routed_experts: bool = False
     capture_mixed_steps: bool = True

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_async.kernels.gemm.invariant.mode import is_on
 from megatron_async.megatron_compat import specs
 from megatron_async.models import parallel
 from megatron_async.models.batch import padding_mask
@@ -125,7 +124,7 @@ class DecoderLayer(TransformerLayer):  # type: ignore[misc]
         if context is None or not fuses or not isinstance(norm, Norm):
             result: tuple[Tensor, Any] = super().forward(*args, **kwargs | mask)
             return result
-        if context.batch_invariant and not mask and is_on() and self.may_join_products():
+        if context.batch_invariant and not mask and self._joins_products():
             return self._with_products(hidden, context), None
         attended, bias = self.self_attention(
             self.input_layernorm(hidden), inference_context=context
@@ -136,6 +135,11 @@ class DecoderLayer(TransformerLayer):  # type: ignore[misc]
         if isinstance(next_norm, Norm):
             return next_norm.add(output, bias, hidden), None
         return (output if bias is None else output + bias) + hidden, None
+
+    def _joins_products(self) -> bool:
+        from megatron_async.kernels.gemm.invariant.mode import is_on
+
+        return is_on() and self.may_join_products()
 
     def may_join_products(self) -> bool:
         """Whether products of batch-invariant mode may go together with what is behind them: nobody
