@@ -194,18 +194,22 @@ def test_all_ranks_have_the_sum(
 
 
 @on_both(
-    *("ranks", "shape", "config", "rows"),
+    *("ranks", "shape", "config", "rows", "scale_columns"),
     gpu=[
-        (2, (4096, 1024), TileConfig(2, 4, 1, 1, 4), (1, 32, 7)),
-        (2, (4096, 2048), TileConfig(4, 1, 1, 1, 4, tma=True), (32, 5)),
-        (4, (2880, 640), TileConfig(1, 4, 1, 2, 3), (8, 17)),
+        (2, (4096, 1024), TileConfig(2, 4, 1, 1, 4), (1, 32, 7), 0),
+        (2, (4096, 2048), TileConfig(4, 1, 1, 1, 4, tma=True), (32, 5), 0),
+        (4, (2880, 640), TileConfig(1, 4, 1, 2, 3), (8, 17), 0),
+        (2, (4096, 2048), TileConfig(4, 1, 1, 1, 4, tma=True), (32, 5), 2048),
+        (2, (4096, 1024), TileConfig(2, 4, 1, 1, 4), (16, 7), 128),
     ],
     small=[
-        (2, (64, 128), TileConfig(1, 2, 1, 1, 2), (1, 6, 8)),
-        (2, (64, 128), TileConfig(1, 1, 2, 1, 2), (9,)),
-        (3, (64, 64), TileConfig(1, 1, 1, 1, 2), (3,)),
-        (2, (64, 192), TileConfig(1, 2, 1, 2, 2), (6,)),
-        (2, (64, 128), TileConfig(4, 1, 1, 1, 2, tma=True), (6,)),
+        (2, (64, 128), TileConfig(1, 2, 1, 1, 2), (1, 6, 8), 0),
+        (2, (64, 128), TileConfig(1, 1, 2, 1, 2), (9,), 0),
+        (3, (64, 64), TileConfig(1, 1, 1, 1, 2), (3,), 0),
+        (2, (64, 192), TileConfig(1, 2, 1, 2, 2), (6,), 0),
+        (2, (64, 128), TileConfig(4, 1, 1, 1, 2, tma=True), (6,), 0),
+        (2, (64, 256), TileConfig(4, 1, 1, 1, 2, tma=True), (6,), 256),
+        (2, (64, 256), TileConfig(1, 2, 1, 2, 2), (9,), 128),
     ],
 )
 def test_what_gemms_have_sent_is_added_up(
@@ -214,6 +218,7 @@ def test_what_gemms_have_sent_is_added_up(
     shape: tuple[int, int],
     config: TileConfig,
     rows: tuple[int, ...],
+    scale_columns: int,
 ) -> None:
     """Each rank's GEMM rounds its partial sums, as it does where it stores them. Launches that send
     words of stored sums come between."""
@@ -232,14 +237,21 @@ def test_what_gemms_have_sent_is_added_up(
             sends = Sending(words.memory, rank, words.launches, words.capacity)
             x = torch.randn(count, k, device=device, dtype=torch.bfloat16)
             weight = torch.randn(n, k, device=device, dtype=torch.bfloat16)
+            scale = None
+            if scale_columns:
+                weight = weight.to(torch.float8_e4m3fn)
+                scale = torch.rand(n, k // scale_columns, device=device)
             both = [
-                SkinnyGemm(n, k, padded(count), NO_NORM, STORE, LAYER_NORM, config, device, to)
+                SkinnyGemm(
+                    n, k, padded(count), NO_NORM, STORE, LAYER_NORM, config, device, to,
+                    scale_columns,
+                )
                 for to in (None, sends)
-            ]
-            both[0](x, weight, part)
-            gemms.append((both[1], x, weight))
-        for gemm, x, weight in gemms:
-            gemm(x, weight, None)
+            ]  # fmt: skip
+            both[0](x, weight, part, weight_scale=scale)
+            gemms.append((both[1], x, weight, scale))
+        for gemm, x, weight, scale in gemms:
+            gemm(x, weight, None, weight_scale=scale)
         case.sent = True
         case.run()
         Case(group, stored, "rms" if n % 64 == 0 else None).run()
