@@ -385,7 +385,9 @@ def test_the_api_stays_open_to_clients_of_any_origin() -> None:
     body = {"prompt": "a", "max_tokens": 1}
     with served(hash_engine(1, max_requests=2, block_count=8)) as server:
         for headers in ({}, page("vscode-webview://x"), page(EVIL, "cross-site")):
-            answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers)
+            answer = httpx.post(
+                f"{server.url}/v1/completions", json=body, headers=headers, timeout=PATIENCE_SECONDS
+            )
             assert answer.status_code == 200
             assert "access-control-allow-origin" not in answer.headers
 
