@@ -107,7 +107,7 @@ class Part:
                 "state_snapshot_count": st.sampled_from((None, None, 1, 3)),
                 "pipeline_micro_batches": st.sampled_from(self.micro_batches),
                 "guided_automata_bytes": st.sampled_from(AUTOMATA),
-                "automata_at_once": st.sampled_from((True, False, False)),
+                "automata_at_once": st.booleans(),
             }
         ).map(self._with_block_count)
 
@@ -471,8 +471,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 RARE = (
     "stalls", "pauses", "tokens_replayed", "aborted", "reset", "updates_that_show", "log_probs",
-    "prompt_log_probs", "guided", "processed", "stop_words", "restarts", "by_automata",
-    "before_tables", "sleeps",
+    "prompt_log_probs", "guided", "processed", "stop_words", "restarts", "by_automata", "sleeps",
 )  # fmt: skip
 MOST_ROUNDS = 6
 """Hypothesis leaves some rules out of an example, so a few examples can lack an event. Rounds of
