@@ -61,8 +61,8 @@ def config_of(
 
 
 def fit_parts(config: EngineConfig, context: Any, network: Network) -> None:
-    """Check a configuration, and that all parts of an engine are batch-invariant or none is, and
-    fit a context to the network's length.
+    """Check a configuration, that all parts of an engine are batch-invariant or none is, and that
+    they have one number of drafts; and fit a context to the network's length.
 
     Raises:
         ConfigError: the configuration is wrong, or the parts differ.
@@ -77,11 +77,21 @@ def fit_parts(config: EngineConfig, context: Any, network: Network) -> None:
     else:
         fit_length(network, context)
         parts[cache] = context.cache.sizes.batch_invariant
+        _check_drafts(config.num_speculative_tokens, context.cache.sizes)
     lacking = [name for name, value in parts.items() if not value]
     if lacking and (config.batch_invariant or any(parts.values())):
         raise ConfigError(
             f"batch_invariant=True is not said to {' and '.join(lacking)}: give it to both "
             f"GPTInferenceWrapper and {cache}, or to nothing"
+        )
+
+
+def _check_drafts(drafts: int, sizes: CacheSizes) -> None:
+    """A step drafts as many tokens as its context has room for, whatever else is asked for."""
+    if drafts not in (0, sizes.num_speculative_tokens):
+        raise ConfigError(
+            f"num_speculative_tokens={drafts} of EngineConfig, and {sizes.num_speculative_tokens} "
+            "of DynamicInferenceContext: give the same number to both"
         )
 
 

@@ -547,6 +547,19 @@ def test_an_engine_of_which_a_part_alone_is_batch_invariant_is_refused(model: An
         DynamicInferenceEngine(controller, None, config=EngineConfig())
 
 
+def test_drafts_that_the_context_has_no_room_for_are_refused(model: Any) -> None:
+    """They were not drafted, and nobody said so."""
+    config = EngineConfig(num_speculative_tokens=2, speculative_method="ngram")
+    for drafts in (0, 1):
+        with pytest.raises(ConfigError, match=rf"=2 of EngineConfig, and {drafts} of Dynamic"):
+            build(model, config, num_speculative_tokens=drafts)
+    engine = build(model, config, num_speculative_tokens=2)
+    engine.add_request(0, [1, 2, 3] * 4, GREEDY)
+    run(engine)
+    assert engine.counters.tokens_drafted
+    engine.close()
+
+
 def test_a_fused_rope_of_flashinfer_is_taken_and_named(caplog: pytest.LogCaptureFixture) -> None:
     """As NeMo RL gives it."""
     from megatron_async.megatron_api import InferenceConfig
