@@ -204,6 +204,12 @@ def _check(model: Any) -> None:
     for name in ("hidden_dropout", "attention_dropout"):
         if getattr(config, name, 0):
             raise ConfigError(f"exact_numerics: {name}={getattr(config, name)} must be 0")
+    for name in ("moe_expert_capacity_factor", "moe_input_jitter_eps"):
+        if getattr(config, name, None) is not None:
+            raise ConfigError(
+                f"exact_numerics: {name}={getattr(config, name)} trains experts with other tokens "
+                "than engines give them: leave it out"
+            )
     if getattr(config, "expert_model_parallel_size", 1) > 1:
         raise ConfigError(
             "exact_numerics: experts are spread over ranks that have tokens of their own: train "

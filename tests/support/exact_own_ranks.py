@@ -1,10 +1,10 @@
 """Two tensor-parallel ranks of a megatron-core trainer that are the engine's ranks too, for
 ``tests/unit/training/test_exact_ranks.py``.
 
-``python -m tests.support.exact_own_ranks FOLDER dense`` forks both. Each trains over rollouts of its
-own engine, in place, and writes what it found to ``FOLDER/RANK.json``. With ``RANKED_DEVICE=cuda``
-each has a GPU. ``experts`` trains with sequence parallelism, which megatron-core's layers of experts
-ask of tensor-parallel ranks, and compares gradients with those of one rank.
+``python -m tests.support.exact_own_ranks FOLDER`` forks both. Each trains over rollouts of its own
+engine, in place, and writes what it found to ``FOLDER/RANK.json``. With ``RANKED_DEVICE=cuda`` each
+has a GPU. The model with experts divides sequences, which megatron-core asks of tensor-parallel
+ranks that train experts.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def joined(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: join_shards(name, [each[name] for each in shares], gated=True) for name in state}
 
 
-def train(folder: Path, name: str, rank: int, port: int) -> None:
+def train(folder: Path, rank: int, port: int) -> None:
     """A rank."""
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS),
@@ -162,7 +162,15 @@ def train(folder: Path, name: str, rank: int, port: int) -> None:
     }  # fmt: skip
     if not ON_GPUS:
         train_on_a_cpu()
-    found = {}
+    found = {name: trained(name) for name in MODELS}
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def trained(name: str) -> Found:
+    """What came of a model by dtype, and how far gradients of float32 are from those of one rank."""
+    found: Found = {}
     for dtype, options in {"float32": [], "bfloat16": ["--bf16"]}.items():
         args = example.parse_args(
             ["--tensor-model-parallel-size=2", "--depth=2", *MODELS[name], *options]
@@ -179,9 +187,7 @@ def train(folder: Path, name: str, rank: int, port: int) -> None:
         parallel_state.destroy_model_parallel()
         if dtype == "float32":
             found["gradients"] = errors_of(steps, name)
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 def updates(engine: Any, model: Any) -> tuple[list[Found], list[Step]]:
@@ -244,11 +250,11 @@ def errors_of(steps: list[Step], name: str) -> dict[str, float]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # a process that forks may have no others
-    root, kind, meeting = Path(sys.argv[1]), sys.argv[2], free_port()
+    root, meeting = Path(sys.argv[1]), free_port()
     run_together(
-        f"both ranks, {kind}",
+        "both ranks",
         [
-            lambda rank=rank: train(root, kind, rank, meeting)  # type: ignore[misc]
+            lambda rank=rank: train(root, rank, meeting)  # type: ignore[misc]
             for rank in range(RANKS)
         ],
     )

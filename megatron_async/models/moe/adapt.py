@@ -75,6 +75,21 @@ class AdaptedMoELayer(MegatronMoELayer):  # type: ignore[misc]
         return mixture(self, hidden_states, padding_mask), None
 
     @property
+    def weights(self) -> ExpertWeights:
+        """The stacked weights, with gradients that are those of each expert's parameters."""
+        stacked: ExpertWeights = vars(self)["weights"]
+        if not torch.is_grad_enabled():
+            return stacked
+        fc1, fc2 = (_linears(self.experts, name) for name in ("linear_fc1", "linear_fc2"))
+        pairs = ((fc1, "weight"), (fc2, "weight"), (fc1, "bias"), (fc2, "bias"))
+        return ExpertWeights(
+            *(
+                None if whole is None else _Stacked.apply(whole, *_parameters(*pair))  # type: ignore[no-untyped-call]
+                for whole, pair in zip(stacked, pairs, strict=True)
+            )
+        )
+
+    @property
     def kept_weights(self) -> KeptWeights:
         """As that of ``MoELayer``."""
         return KeptWeights(*self.weights)
@@ -82,13 +97,26 @@ class AdaptedMoELayer(MegatronMoELayer):  # type: ignore[misc]
     def derived_tensors(self) -> Iterator[Derived]:
         """Each expert's part of the stacked weights, which its parameter is a view of."""
         fc1, fc2 = (_linears(self.experts, name) for name in ("linear_fc1", "linear_fc2"))
-        w1, w2, b1, b2 = self.weights
+        w1, w2, b1, b2 = vars(self)["weights"]
         stacks = {"w1": (w1, fc1, "weight"), "w2": (w2, fc2, "weight")}
         stacks |= {"b1": (b1, fc1, "bias"), "b2": (b2, fc2, "bias")}
         for name, (stacked, linears, kind) in stacks.items():
             for number, row in enumerate(() if stacked is None else stacked):
                 value = partial(torch.Tensor.detach, linears[number][kind])
                 yield Derived(f"weights.{name}[{number}]", row, value)
+
+
+class _Stacked(torch.autograd.Function):
+    """Stacked parameters, which are views of the first argument, and whose gradients are its
+    rows'."""
+
+    @staticmethod
+    def forward(ctx: Any, stacked: Tensor, *parameters: Tensor) -> Tensor:
+        return stacked.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, *grads[0].unbind()
 
 
 def check_experts(layer: Any) -> None:
@@ -168,9 +196,13 @@ def _linears(experts: Any, name: str) -> list[dict[str, Any]]:
     return [{kind: getattr(grouped, f"{kind}{n}") for kind in kinds} for n in range(count)]
 
 
+def _parameters(linears: list[dict[str, Any]], kind: str) -> list[Any]:
+    return [x[kind] for x in linears if x.get(kind) is not None and x[kind].numel()]
+
+
 def _stacked(linears: list[dict[str, Any]], kind: str) -> Any:
     """One tensor of all experts', which become views of it; None where there are none."""
-    parameters = [x[kind] for x in linears if x.get(kind) is not None and x[kind].numel()]
+    parameters = _parameters(linears, kind)
     if not parameters:
         return None
     stacked = _stacked_before(parameters)

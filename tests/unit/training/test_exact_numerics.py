@@ -350,6 +350,22 @@ def test_gradients_go_through_the_engines_experts(
         assert torch.equal(found.flatten(0, 1), theirs)
 
 
+def test_megatrons_experts_have_gradients_in_each_mode(megatron_trains_on_a_cpu: None) -> None:
+    """In evaluation, in which an engine leaves its model, stacked weights were computed with, and
+    the parameters, which are views of them, had no gradients."""
+    model, ids, found = model_of("stock experts", torch.float32), torch.arange(12)[None], []
+    adapt_model(trained(model))
+    with exact_numerics(model):
+        for is_training in (True, False):
+            model.train(is_training).zero_grad()
+            model(ids, ids, None, labels=ids.roll(-1, dims=1)).mean().backward()
+            found.append({name: p.grad for name, p in model.named_parameters()})
+    assert any(".experts." in name for name in found[0])
+    for name, gradient in found[0].items():
+        close = 1e-4 * float(gradient.abs().max())
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=close, msg=name)
+
+
 def test_losses_and_gradients_are_the_models(rolled_out: RolloutBatch) -> None:
     """Within rounding: values that differ by as much go through the model's own activations."""
     model, tokens = trained(model_of("experts", torch.float32)), rolled_out.tokens
@@ -453,6 +469,14 @@ def test_what_has_no_exact_values_is_refused() -> None:
         exact_numerics(model)
     model.config.expert_model_parallel_size = 2
     with pytest.raises(ConfigError, match="train without expert_model_parallel_size"):
+        exact_numerics(model)
+
+
+@pytest.mark.parametrize("name", ("moe_expert_capacity_factor", "moe_input_jitter_eps"))
+def test_experts_that_train_with_other_tokens_are_refused(name: str) -> None:
+    model = model_of("stock experts", torch.float32)
+    setattr(model.config, name, 0.5)
+    with pytest.raises(ConfigError, match=f"{name}=0.5 trains experts with other tokens"):
         exact_numerics(model)
 
 

@@ -104,35 +104,34 @@ def test_two_ranks_have_the_log_probs_and_gradients_of_two_ranks(
             torch.testing.assert_close(gradients[name], share, rtol=1e-3, atol=close, msg=name)
 
 
-def check_own(folder: Path, model: str, **environment: str) -> None:
+def check_own(folder: Path, **environment: str) -> None:
     """Ranks of a megatron-core trainer that are the engine's, see
     ``tests/support/exact_own_ranks.py``."""
     program = [sys.executable, "-W", "ignore", "-m", "tests.support.exact_own_ranks", str(folder)]
     subprocess.run(
-        [*program, model], env=child_environment(**environment), cwd=ROOT, check=True,
+        program, env=child_environment(**environment), cwd=ROOT, check=True,
         timeout=PATIENCE_SECONDS,
     )  # fmt: skip
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
-    errors = [of_rank.pop("gradients") for of_rank in ranks]
-    assert ranks[0] == ranks[1] and list(ranks[0]) == ["float32", "bfloat16"]
-    for first, second in ranks[0].values():
-        assert first["tokens"] == second["tokens"] == 80 and first["sum"] != second["sum"]
-        assert first["exact"] == second["exact"] == 0
-        assert first["plain"] and second["plain"]
-        assert 0 < first["accepted"] < second["accepted"]
-    assert max(errors[0].values()) < 1e-4
-    assert any("router" in name for name in errors[0]) == (model == "experts")
+    assert list(ranks[0]) == ["dense", "experts"]
+    for model, found in ranks[0].items():
+        errors, other = (of_rank[model].pop("gradients") for of_rank in ranks)
+        assert any("router" in name for name in errors) == (model == "experts")
+        assert max(*errors.values(), *other.values()) < 1e-4  # beside those of one rank
+        assert found == ranks[1][model] and list(found) == ["float32", "bfloat16"]
+        for first, second in found.values():
+            assert first["tokens"] == second["tokens"] == 80 and first["sum"] != second["sum"]
+            assert first["exact"] == second["exact"] == 0
+            assert first["plain"] and second["plain"]
+            assert 0 < first["accepted"] < second["accepted"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ("dense", "experts"))
-def test_ranks_of_megatrons_trainer_have_the_log_probs_of_their_own_engine(
-    model: str, tmp_path: Path
-) -> None:
+def test_ranks_of_megatrons_trainer_have_the_log_probs_of_their_own_engine(tmp_path: Path) -> None:
     """With drafts, before and after a step of the optimizer; an engine's ranks have a share of the
     logits each, which was refused. Gradients are those of one rank. Layers of experts are
     megatron-core's, over sequences that the ranks divide."""
-    check_own(tmp_path, model, OMP_NUM_THREADS="1")
+    check_own(tmp_path, OMP_NUM_THREADS="1")
 
 
 @pytest.fixture
@@ -160,11 +159,10 @@ def test_two_gpus_have_the_log_probs_of_two_gpus(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("model", ("dense", "experts"))
 def test_two_gpus_of_megatrons_trainer_have_those_of_their_own_engine(
-    model: str, tmp_path: Path, both_gpus: None
+    tmp_path: Path, both_gpus: None
 ) -> None:
-    check_own(tmp_path, model, RANKED_DEVICE="cuda", PYTORCH_NVML_BASED_CUDA_CHECK="1")
+    check_own(tmp_path, RANKED_DEVICE="cuda", PYTORCH_NVML_BASED_CUDA_CHECK="1")
 
 
 def test_experts_that_are_spread_over_ranks_are_not_trained(
