@@ -13,6 +13,7 @@ import functools
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -29,7 +30,7 @@ from megatron_async.megatron_api import (
     SamplingParams,
 )
 from megatron_async.request.rollouts import batch_of
-from megatron_async.training import exact_numerics
+from megatron_async.training import exact_numerics, forced_routing
 from megatron_async.weights.parallel_layouts import join_shards
 from tests.support.ranked import ON_GPUS, Found
 from tests.support.served_over_http import free_port
@@ -67,10 +68,12 @@ INVARIANT = {
 
 
 class Step(NamedTuple):
-    """Whole weights, tokens ``[B, S]``, and the gradients of their mean loss."""
+    """Whole weights, tokens ``[B, S]``, experts that they were forced to take, ``[B, S, layers,
+    k]``, and the gradients of their mean loss."""
 
     tokens: Tensor
     weights: dict[str, Tensor]
+    routed: Tensor | None
     gradients: dict[str, Tensor]
 
 
@@ -116,8 +119,8 @@ def rollouts_of(engine: Any, first: int) -> Any:
     """A batch of rollouts of all prompts."""
     for number, prompt in enumerate(PROMPTS, first):
         params = SamplingParams(
-            temperature=(1.0, 0.1)[number % 2], seed=number, num_tokens_to_generate=LENGTH, termination_id=-1,
-            return_log_probs=True, skip_prompt_log_probs=True,
+            temperature=(1.0, 0.1)[number % 2], seed=number, num_tokens_to_generate=LENGTH,
+            termination_id=-1, return_log_probs=True, skip_prompt_log_probs=True,
         )  # fmt: skip
         engine.add_request(number, prompt, params)
     ended = {}
@@ -147,6 +150,21 @@ def add_up_parts(model: Any) -> None:
             dist.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())
 
 
+def drawn_experts(config: Any, tokens: Tensor) -> Tensor:
+    """Experts for ``[B, S]``, of which each token has two different ones in each layer."""
+    drawn = torch.Generator().manual_seed(3)
+    scores = torch.rand(*tokens.shape, config.num_layers, config.num_moe_experts, generator=drawn)
+    return scores.argsort(-1)[..., : config.moe_router_topk]
+
+
+def step_of(model: Any, tokens: Tensor, routed: Tensor | None = None) -> Step:
+    """What both ranks have behind a backward."""
+    add_up_parts(model)
+    weights = joined({n: p.detach() for n, p in model.named_parameters()})
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return Step(tokens, weights, routed, joined(gradients))
+
+
 def joined(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The whole tensors of both ranks' shares."""
     shares: list[dict[str, Tensor]] = [{}] * RANKS
@@ -169,7 +187,7 @@ def train(folder: Path, rank: int, port: int) -> None:
 
 
 def trained(name: str) -> Found:
-    """What came of a model by dtype, and how far gradients of float32 are from those of one rank."""
+    """What came of a model by dtype, and how far float32 gradients are from those of one rank."""
     found: Found = {}
     for dtype, options in {"float32": [], "bfloat16": ["--bf16"]}.items():
         args = example.parse_args(
@@ -200,13 +218,16 @@ def updates(engine: Any, model: Any) -> tuple[list[Found], list[Step]]:
         tokens = pad(tokens, (0, tokens.shape[1] % RANKS))
         model.train().requires_grad_(True)
         plain = different(losses_of(model, tokens), batch)
+        if model.config.num_moe_experts:
+            routed = drawn_experts(model.config, tokens)
+            with forced_routing(model, routed):
+                losses_of(model, tokens).mean().backward()
+            steps.append(step_of(model, tokens, routed))
+            model.zero_grad()
         with exact_numerics(model):
             losses = losses_of(model, tokens)
             losses.mean().backward()
-        add_up_parts(model)
-        weights = joined({n: p.detach() for n, p in model.named_parameters()})
-        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        steps.append(Step(tokens, weights, joined(gradients)))
+        steps.append(step_of(model, tokens))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         optimizer.step()
         optimizer.zero_grad()
@@ -238,7 +259,9 @@ def errors_of(steps: list[Step], name: str) -> dict[str, float]:
         with torch.no_grad():
             for key, parameter in model.named_parameters():
                 parameter.copy_(step.weights[key])
-        losses_of(model, step.tokens).mean().backward()
+        forced = nullcontext() if step.routed is None else forced_routing(model, step.routed)
+        with forced:
+            losses_of(model, step.tokens).mean().backward()
         expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         assert expected.keys() == step.gradients.keys()
         for key, gradient in expected.items():

@@ -129,8 +129,8 @@ def check_own(folder: Path, **environment: str) -> None:
 @pytest.mark.slow
 def test_ranks_of_megatrons_trainer_have_the_log_probs_of_their_own_engine(tmp_path: Path) -> None:
     """With drafts, before and after a step of the optimizer; an engine's ranks have a share of the
-    logits each, which was refused. Gradients are those of one rank. Layers of experts are
-    megatron-core's, over sequences that the ranks divide."""
+    logits each, which was refused. Gradients are those of one rank, with experts that are forced
+    too. Layers of experts are megatron-core's, over sequences that the ranks divide."""
     check_own(tmp_path, OMP_NUM_THREADS="1")
 
 
