@@ -82,12 +82,11 @@ class AdaptedMoELayer(MegatronMoELayer):  # type: ignore[misc]
             return stacked
         fc1, fc2 = (_linears(self.experts, name) for name in ("linear_fc1", "linear_fc2"))
         pairs = ((fc1, "weight"), (fc2, "weight"), (fc1, "bias"), (fc2, "bias"))
-        return ExpertWeights(
-            *(
-                None if whole is None else _Stacked.apply(whole, *_parameters(*pair))  # type: ignore[no-untyped-call]
-                for whole, pair in zip(stacked, pairs, strict=True)
-            )
-        )
+        linked: list[Any] = [
+            None if whole is None else _Stacked.apply(whole, *_parameters(*pair))  # type: ignore[no-untyped-call]
+            for whole, pair in zip(stacked, pairs, strict=True)
+        ]
+        return ExpertWeights(*linked)
 
     @property
     def kept_weights(self) -> KeptWeights:
