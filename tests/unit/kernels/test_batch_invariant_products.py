@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_async.errors import ConfigError
 from megatron_async.kernels.gemm.invariant import mode as batch_invariant
 from megatron_async.kernels.gemm.invariant.mode import batch_invariant_mode
+from megatron_async.kernels.gemm.invariant.segments import SEGMENT_STEP
 from tests.support.interpreter import compiled, interpreted
 
 try:
@@ -156,10 +157,10 @@ def test_segments_depend_on_the_matrix_alone_and_cover_it() -> None:
     ):  # fmt: skip
         segments = products.segments_of(half, columns, depth)
         size = products.segment_size(depth, segments)
-        assert segments == expected and size % products.SEGMENT_STEP == 0
+        assert segments == expected and size % SEGMENT_STEP == 0
         assert segments == 1 or (segments - 1) * size < depth <= segments * size
         assert products.segments_of(torch.float32, columns, depth) == 1
-    assert all(products.SEGMENT_STEP % tile.k == 0 for tile in products.HALF_TILES)
+    assert all(SEGMENT_STEP % tile.k == 0 for tile in products.HALF_TILES)
 
 
 def check_segments(device: str, dtype: torch.dtype, depth: int, tiles: list[Tile]) -> None:

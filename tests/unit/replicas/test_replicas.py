@@ -382,6 +382,7 @@ def test_answers_that_are_not_streamed_begin_again_though_they_had_tokens(retrie
                 assert failed and all(isinstance(e, ReplicaDiedError) for e in failed)
                 return
             assert 0 < client.retried == sum(job.deaths for job in jobs) < 6
+            assert not [answer for answer in answers if isinstance(answer, BaseException)]
             assert [job.generated for job in jobs] == [100] * 6
             for number, answer in enumerate(answers):
                 assert isinstance(answer, list)
