@@ -31,8 +31,9 @@ TOP = 25
 
 
 def print_kernels(what: str, run: Callable[[], int]) -> None:
-    """Kernels by the time they take in the steps that ``run`` runs, whose number it returns. A
-    kernel that is launched early waits in its own time."""
+    """Kernels by the time they take in the steps that ``run`` runs, whose number it returns: from
+    the begin of each to that of the next one, since a kernel that is launched early waits in its
+    own time."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -42,12 +43,14 @@ def print_kernels(what: str, run: Callable[[], int]) -> None:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    kernels = [each for each in events if each.get("cat") == "kernel"]
+    kernels = sorted(
+        (each for each in events if each.get("cat") == "kernel"), key=lambda each: each["ts"]
+    )
     times: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for each in kernels:
+    for each, following in itertools.pairwise(kernels):
         grid = "x".join(str(size) for size in each["args"].get("grid", ()))
-        times[each["name"][:60], grid].append(each["dur"])
-    total = sum(each["dur"] for each in kernels) / steps
+        times[each["name"][:60], grid].append(following["ts"] - each["ts"])
+    total = sum(sum(each) for each in times.values()) / steps
     print(f"\n{what}: {len(kernels) / steps:.1f} kernels a step, {total:.1f} us of kernels a step")
     print("\n| us a step | a step | mean us | grid | kernel |\n|---|---|---|---|---|")
     for (name, grid), each in sorted(times.items(), key=lambda item: -sum(item[1]))[:TOP]:
@@ -60,20 +63,17 @@ def print_products(device: torch.device) -> None:
     cache; whether segments of K have programs of their own; and whether bits are those of others.
     """
     from megatron_async.kernels.gemm.invariant import products_triton as products
+    from megatron_async.kernels.gemm.invariant import skinny
 
-    products.find_tiles(torch.device(device.type, device.index or 0), torch.bfloat16)
-    tile_type = products.Tile
-    trial = (
-        tile_type(16, 32, 128, num_warps=4, num_stages=8),
-        tile_type(16, 64, 128, num_warps=4, num_stages=5),
-        tile_type(16, 128, 64, num_warps=4, num_stages=6),
-        tile_type(32, 128, 64, num_warps=4, num_stages=5),
-        tile_type(64, 32, 128, num_warps=4, num_stages=8),
-    )
+    device = torch.device(device.type, device.index or 0)
+    products.find_tiles(device, torch.bfloat16)
     print("| product | rows | tile | programs | us | GB/s | bits |\n|---|---|---|---|---|---|---|")
     for name, (columns, depth) in PRODUCTS.items():
         segments = products.segments_of(torch.bfloat16, columns, depth)
         weights = _weights(columns, depth, device)
+        skinny.load([skinny.Product(columns, depth, segments)], ROWS, device)
+        for weight in weights:
+            skinny.keep_weight(weight)
         size = columns * depth * 2
         for rows in ROWS:
             x = torch.randn(rows, depth, device=device, dtype=torch.bfloat16)
@@ -82,8 +82,8 @@ def print_products(device: torch.device) -> None:
             expected = products.matmul_by_row(x, weights[0].t())
             spent = _time(lambda w, x=x: products.matmul_by_row(x, w.t()), weights)
             _print_product(name, rows, "as chosen", "", spent, size, "")
-            for tile, split in itertools.product((*products.HALF_TILES, *trial), (True, False)):
-                if tile.m > max(64, rows) or (tile.m < 64 and rows > 32):
+            for tile, split in itertools.product(products.HALF_TILES, (True, False)):
+                if tile.m > max(64, rows):
                     continue
                 if not split and (segments == 1 or tile.n > 64):
                     continue

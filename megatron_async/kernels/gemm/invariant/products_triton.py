@@ -30,11 +30,7 @@ from triton.runtime.errors import OutOfResources
 
 from megatron_async.kernels.fitting import launch_fitting
 from megatron_async.kernels.gemm.invariant import skinny
-from megatron_async.kernels.gemm.invariant.segments import (
-    FEW_COLUMNS,
-    segment_size,
-    segments_of,
-)
+from megatron_async.kernels.gemm.invariant.segments import segment_size, segments_of
 from megatron_async.kernels.gemm.invariant.sums_triton import (
     join_kernel,
     prefetch,
@@ -71,9 +67,6 @@ class Tile(NamedTuple):
 
 NARROW = 2048
 """GEMMs with no more columns get narrow tiles, so that more programs share the reading."""
-FEW_ROWS = 256
-"""Up to these, and up to :data:`FEW_COLUMNS`, programs with smaller tiles read more in all, and end
-sooner."""
 GROUP_M = 16
 """Tiles of rows that run together with the same columns, which they share in the L2 cache."""
 HALF_TILE = Tile(64, 64, 128, num_warps=4, num_stages=4)
@@ -198,17 +191,14 @@ def _expected_of_few(x: Tensor, weight: Tensor, asked: skinny.Product) -> Tensor
 def choose_tile(
     device: torch.device, dtype: torch.dtype, rows: int, columns: int, count: int, segments: int = 1
 ) -> tuple[Tile, bool]:
-    """The largest tile that gives enough multiprocessors work, for ``count`` products, and whether
-    each segment has a program of its own. Enough is 2 of 3, or for small products 4 programs for
-    3."""
+    """The largest tile that gives 2 of 3 multiprocessors work, for ``count`` products, and whether
+    each segment has a program of its own."""
     same = _same.get((device, dtype), ())
     may_split = segments > 1 and count == 1 and rows <= MOST_SPLIT
-    is_small = count == 1 and columns <= FEW_COLUMNS and rows <= FEW_ROWS
-    thirds = 4 if is_small else 2
     for tile in same:
         if tile.m > 64 and rows <= 64:
             continue
-        enough = thirds * multiprocessors(device)
+        enough = 2 * multiprocessors(device)
         tiles = 3 * count * triton.cdiv(rows, tile.m) * triton.cdiv(columns, tile.n)
         holds = segments == 1 or tile.m * tile.n <= WIDEST_SUM
         if tiles >= enough and holds:
