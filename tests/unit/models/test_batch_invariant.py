@@ -253,7 +253,7 @@ def test_products_have_the_bits_of_modules_with_what_is_behind_them(
     assert any(segments)
     otherwise = rig.compute([1, 70, 1, 200, 1], others=3, other_step=9)
     assert torch.equal(together[0][-1], otherwise[0][-1])
-    monkeypatch.setattr(spec.DecoderLayer, "_has_own_kernels", lambda self: False)
+    monkeypatch.setattr(spec.DecoderLayer, "may_join_products", lambda self: False)
     segments.clear()
     apart = rig.compute([70, 1, 1, 200, 1], others=2)
     assert not segments
