@@ -252,7 +252,7 @@ class EngineConfig:
     num_cuda_graphs: int | None = None
     enable_sampling_extras: bool = True
     guided_rows: str = "wait"
-    guided_automata_bytes: int | None = 0
+    guided_automata_bytes: int | None = None
     late_planning: bool = False
     return_routed_experts: bool = False
     capture_mixed_steps: bool = True

@@ -263,8 +263,8 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int | None) 
     said += "them, so that other rows keep their depth (default: wait)"
     add("--guided-rows", choices=GUIDED_ROWS, default="wait", help=said)
     said = "of the device, for automata of structured outputs that come again, with which no step "
-    said += "waits for tokens on the host, such as 256; 0 is none (default: 0)"
-    size = {"dest": "guided_automata_bytes", "type": mebibytes, "metavar": "MIB", "default": 0}
+    said += "waits for tokens on the host, such as 256; 0 is none (default: 256 on a GPU)"
+    size = {"dest": "guided_automata_bytes", "type": mebibytes, "metavar": "MIB"}
     add("--guided-automata-mb", help=said, **size)
     said = "plan each step shortly before the one in flight ends: requests that come meanwhile are "
     said += "in it, so that they wait less for their first token"

@@ -186,7 +186,7 @@ def test_memory_that_runs_out_while_a_model_is_built_is_one_line() -> None:
 def test_a_default_cache_leaves_the_pool_of_automata() -> None:
     """Which comes with the first request that has a table: on a GPU, of one process, unless it is
     turned off; and it is never the reason of a refusal."""
-    asked = EngineConfig(max_requests=2, max_sequence_length=64, guided_automata_bytes=None)
+    asked = EngineConfig(max_requests=2, max_sequence_length=64)
     assert automata_bytes_of(asked, "cpu", 64 * GIB) == 0
     assert automata_bytes_of(asked, "cuda", None) == 256 << 20
     assert automata_bytes_of(asked, "cuda", 64 * GIB) == 256 << 20
@@ -200,10 +200,10 @@ def test_a_default_cache_leaves_the_pool_of_automata() -> None:
 @pytest.mark.parametrize(
     ("values", "pool"),
     [
-        ({"guided_automata_bytes": None}, 1 << 28),
-        ({}, 0),
+        ({}, 1 << 28),
+        ({"guided_automata_bytes": 0}, 0),
         ({"guided_automata_bytes": 1 << 30}, 1 << 30),
-        ({"guided_automata_bytes": None, "enable_sampling_extras": False}, 0),
+        ({"enable_sampling_extras": False}, 0),
     ],
 )
 def test_a_spec_leaves_the_pool_of_automata(values: dict[str, Any], pool: int) -> None:
