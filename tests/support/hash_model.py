@@ -17,8 +17,8 @@ import torch
 from megatron_async.models.description.kv_cache_spec import KVCacheSpec
 from megatron_async.models.network import Network
 from megatron_async.runner.memory.forward_batch import ForwardBatch
+from tests.support.hash_tokenizer import VOCAB_SIZE
 
-VOCAB_SIZE = 61
 MODULUS = 2**31 - 1
 MAX_LENGTH = 256
 WEIGHTS = [pow(48271, position + 1, MODULUS) for position in range(MAX_LENGTH)]

@@ -251,11 +251,13 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Stopped:
     return found
 
 
-def ask_for_tables(engine: DynamicInferenceEngine, *regexes: str, times: int = 2) -> None:
+def ask_for_tables(
+    engine: DynamicInferenceEngine, *regexes: str, times: int = 2, most: int = 12
+) -> None:
     """Two requests of each, one after the other, end meanwhile, by masks of the host. The second
     one asks."""
     for regex in regexes * times:
-        engine.generate([[1, 2]], asked(regex, most=12))
+        engine.generate([[1, 2]], asked(regex, most=most))
     assert set(ways(engine)) <= BY_HOST
 
 
@@ -320,9 +322,9 @@ def test_few_grammars_wait_for_their_tables(stopped: Stopped) -> None:
     """The others are asked for when they come once more."""
     regexes = [f"[a-f]{{{length}}}" for length in range(1, MOST_WAITING + 9)]
     with engine_with_tables() as engine:
-        ask_for_tables(engine, *regexes)
+        ask_for_tables(engine, *regexes, most=2)
         stopped.pid()
-        ask_for_tables(engine, *regexes)
+        ask_for_tables(engine, *regexes, times=1, most=2)
         assert maker_of(engine).waiting == MOST_WAITING
         stopped.go_on()
         tables_are_there(engine)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 from pathlib import Path
+from typing import Any
 
 import megatron.core
 import pytest
@@ -49,6 +51,12 @@ def test_sampling_params_take_the_names_of_a_release(version: str) -> None:
     assert names - inspect.signature(SamplingParams).parameters.keys() == set()
 
 
+@functools.cache
+def statistics() -> dict[str, Any]:
+    """Those of this package, which are the same beside each release."""
+    return DynamicInferenceContext(**KEYWORDS).get_kvcache_utilization_stats()
+
+
 @pytest.mark.parametrize("version", RELEASES)
 def test_the_statistics_of_the_cache_have_the_keys_of_a_release(version: str) -> None:
     file = inference_of(version) / "contexts" / "dynamic_context.py"
@@ -56,6 +64,4 @@ def test_the_statistics_of_the_cache_have_the_keys_of_a_release(version: str) ->
     (said,) = (node for node in ast.walk(theirs) if isinstance(node, ast.Dict))
     keys = {key.value for key in said.keys if isinstance(key, ast.Constant)}
     assert len(keys) > 5
-    assert (
-        keys - DynamicInferenceContext(**KEYWORDS).get_kvcache_utilization_stats().keys() == set()
-    )
+    assert keys - statistics().keys() == set()
