@@ -21,7 +21,6 @@ RUNS = (
     (
         "test_step_state.py",
         "test_fused_kernels.py",
-        "test_mtp_kernels.py",
         "test_moe_kernels.py",
         "test_moe_e4m3.py",
         "test_moe_mxfp4.py",
@@ -34,10 +33,8 @@ RUNS = (
         "test_finite_kernel.py",
         "test_row_kernels.py",
         "test_e4m3.py",
-        "test_e4m3_cache.py",
         "test_wide_e4m3.py",
         "test_scaled_e4m3.py",
-        "test_fused_inputs.py",
         "test_graph_memory.py",
     ),
     (
@@ -51,6 +48,9 @@ RUNS = (
         "test_sliding_window.py",
         "test_latent_attention.py",
         "test_batch_invariant_products.py",
+        "test_mtp_kernels.py",
+        "test_e4m3_cache.py",
+        "test_fused_inputs.py",
     ),
 )
 """Files of each process, which starts for some seconds. They run side by side."""
