@@ -80,7 +80,9 @@ def first_layers(
 ) -> Tensor:  # fmt: skip
     """See ``grouped.first_layers``; ``order_tiles`` has the number of tiles behind them."""
     inner, width = weight.shape[1] // 2, tiles.n // 2
-    out, of_weight = hidden.new_empty(slots.shape[0], inner), _descriptor(weight, [width, tiles.k])
+    out = hidden.new_empty(slots.shape[0], inner)
+    halves = weight.view(-1, inner, weight.shape[-1])
+    of_weight = TensorDescriptor.from_tensor(halves, [2, width, tiles.k])
 
     def launch(tiles: WideTiles) -> None:
         grouped_wide_up_kernel[(triton.cdiv(inner, width) * most_tiles,)](

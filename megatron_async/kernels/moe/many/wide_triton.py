@@ -41,13 +41,11 @@ def _up_tile(
     has_row = row < end
     token = tl.load(order_ptr + row, mask=has_row, other=0) // TOP_K
     x_ptrs = x_ptr + token.to(tl.int64)[:, None] * HIDDEN + tl.arange(0, BLOCK_K)[None, :]
-    gate_at = expert * (2 * INNER) + block * WIDTH
-    gate = tl.zeros([ROWS, WIDTH], tl.float32)
-    up = tl.zeros([ROWS, WIDTH], tl.float32)
+    total = tl.zeros([ROWS, 2 * WIDTH], tl.float32)
     for start in tl.range(0, HIDDEN, BLOCK_K, num_stages=NUM_STAGES):
-        x = tl.load(x_ptrs + start)
-        gate = tl.dot(x, w_desc.load([gate_at, start]).T, gate)
-        up = tl.dot(x, w_desc.load([gate_at + INNER, start]).T, up)
+        w = tl.reshape(w_desc.load([2 * expert, block * WIDTH, start]), [2 * WIDTH, BLOCK_K])
+        total = tl.dot(tl.load(x_ptrs + start), w.T, total)
+    gate, up = tl.split(tl.permute(tl.reshape(total, [ROWS, 2, WIDTH]), [0, 2, 1]))
     column = block * WIDTH + tl.arange(0, WIDTH)
     if HAS_BIAS:
         bias_ptrs = bias_ptr + expert * (2 * INNER) + column
@@ -74,7 +72,8 @@ def grouped_wide_up_kernel(
     """First linear layers and a gated activation: ``[slots, INNER]`` in the order of the experts.
 
     ``BLOCK_K`` divides ``HIDDEN``. A block of ``WIDTH`` rows of the gate's weight, and those of the
-    other half, are a program's.
+    other half, are a program's, in one operand: ``w_desc`` is ``[2 experts, INNER, HIDDEN]``. A
+    thread has both numbers of each pair.
     """
     BLOCKS: tl.constexpr = (INNER + WIDTH - 1) // WIDTH
     tile, block = place_of(tl.program_id(0), most_tiles, BLOCKS, TOGETHER)
