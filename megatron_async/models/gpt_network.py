@@ -80,7 +80,8 @@ class GPTNetwork(Network):
         self.vocab_size = self.model.token_count or width
         self.parallel = parallel.current()
         self._whole_sequences: AbstractContextManager[None] | None = None
-        if getattr(self.model.config, "sequence_parallel", False):
+        config = self.model.config
+        if getattr(config, "sequence_parallel", False) or config.expert_model_parallel_size > 1:
             from megatron_async.models.sequence_parallel import without_sequence_parallel
 
             self._whole_sequences = without_sequence_parallel(self.model)

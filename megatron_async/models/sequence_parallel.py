@@ -42,7 +42,8 @@ class WithoutSequenceParallel:
 
 
 def without_sequence_parallel(model: torch.nn.Module) -> WithoutSequenceParallel | None:
-    """The scope for a model that trains with sequence parallelism; None for others."""
+    """The scope for a model that trains with sequence parallelism, or whose ranks have some of the
+    experts each; None for others."""
     owners: dict[tuple[int, str], tuple[Any, str]] = {}
     for module in model.modules():
         for owner in (module, getattr(module, "config", None)):

@@ -43,6 +43,7 @@ from tests.support.patience import PATIENCE_SECONDS
 from tests.support.stock_hybrid import EXPERTS, stock_hybrid
 
 from megatron.core import parallel_state  # isort: skip
+from megatron.core.transformer.moe.moe_layer import MoELayer  # isort: skip
 from megatron.core.transformer.transformer_layer import (  # isort: skip
     get_transformer_layer_offset,
 )
@@ -152,7 +153,8 @@ def divided(name: str, whole: dict[str, Tensor], *, depth: int) -> Found:
     """One layout: all ranks add, rank 0 alone adds, new weights in place, rank 0 alone calls."""
     tensor, pipeline, expert = map(int, name.removesuffix(EXPERTS_OF).split(","))
     args = arguments(tensor, pipeline, expert, experts=has_experts(name), depth=depth)
-    with sizes(args):
+    # Ranks have all tokens: nothing of megatron's may exchange them.
+    with sizes(args), mock.patch.object(MoELayer, "dispatch", None):
         model = example.build_model(args)
         fill(model, whole)
         wrapped_at = [p.data_ptr() for p in model.parameters()]
