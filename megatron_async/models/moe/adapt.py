@@ -170,6 +170,7 @@ def adapt_experts(layer: Any) -> None:
     mlp.__dict__["ranks"] = ranks_of(mlp.config)
     mlp.__dict__["has_own_tokens"] = mlp.config.expert_model_parallel_size > 1
     mlp.settings = router_settings(mlp.config)
+    _keep_expert_bias(mlp.router)
     mlp.activation = _activation(mlp.config)
     if mlp.shared_experts is not None:
         mlp.shared_experts.__class__ = SharedExpertMLP
@@ -182,6 +183,15 @@ def adapt_experts(layer: Any) -> None:
         _stacked(fc1, "weight"), _stacked(fc2, "weight"),
         _stacked(fc1, "bias"), _stacked(fc2, "bias") if adds_bias else None,
     )  # fmt: skip
+
+
+def _keep_expert_bias(router: Any) -> None:
+    """Have the expert bias in float32 and where it is from now on: in a model of 16 bits megatron's
+    first forward would put another tensor in its place, and captured steps would read what has the
+    memory then."""
+    bias = getattr(router, "expert_bias", None)
+    if bias is not None and bias.dtype != torch.float32:
+        bias.data = bias.data.float()
 
 
 def _linears(experts: Any, name: str) -> list[dict[str, Any]]:

@@ -18,9 +18,11 @@ _FUNCTIONS = {
 
 
 def router_settings(config: ModelConfig) -> RouterSettings:
-    """How megatron-core routes with these fields; ``config`` has experts."""
+    """How megatron-core routes with these fields; ``config`` has experts. It may be megatron's own,
+    which does not know groups by their largest score."""
     assert config.num_moe_experts is not None
     top_k, kept = config.moe_router_topk, config.moe_router_group_topk
+    by_largest = getattr(config, "moe_router_group_max", False)
     return RouterSettings(
         num_experts=config.num_moe_experts,
         top_k=top_k,
@@ -29,7 +31,7 @@ def router_settings(config: ModelConfig) -> RouterSettings:
         normalize=config.moe_router_score_function == SIGMOID and top_k > 1,
         num_groups=config.moe_router_num_groups or 1,
         kept_groups=kept or 1,
-        group_score_experts=top_k // kept if kept and not config.moe_router_group_max else 1,
+        group_score_experts=top_k // kept if kept and not by_largest else 1,
         scaling_factor=config.moe_router_topk_scaling_factor or 1.0,
     )
 

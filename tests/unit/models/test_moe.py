@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_async import megatron_compat as compat
 from megatron_async.checkpoint.load import load_pretrained
 from megatron_async.checkpoint.native import save_native
 from megatron_async.engine.engine import DynamicInferenceEngine
@@ -130,8 +131,13 @@ def test_layer_is_that_of_megatron(router: str) -> None:
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 
 
+def replaced(router: str) -> ModelConfig:
+    return dataclasses.replace(CONFIG, **ROUTERS[router])
+
+
 def stock_model(config: ModelConfig) -> Any:
     """A model that a megatron-core user has built."""
+    compat.ensure_parallel_state()
     megatron = transformer_config(config, torch.float32, "cpu")
     megatron.use_te_activation_func = False
     spec = get_gpt_decoder_block_spec(megatron, False, normalization="RMSNorm")
@@ -143,6 +149,31 @@ def stock_model(config: ModelConfig) -> Any:
     for parameter in model.parameters():
         parameter.data.mul_(8)
     return model.eval()
+
+
+@torch.no_grad()
+def test_the_expert_bias_of_a_given_model_stays_where_graphs_have_it() -> None:
+    """In a model of 16 bits megatron's router puts one of float32 in its place when it is called
+    first, as by a trainer behind the engine's start."""
+    model = stock_model(replaced("groups and a bias")).bfloat16()
+    adapt_model(model)
+    routers = [m.router for m in model.modules() if isinstance(m, adapt.AdaptedMoELayer)]
+    assert len(routers) == 2
+    before = [router.expert_bias.data_ptr() for router in routers]
+    for router in routers:
+        router.train()(torch.randn(5, 1, 64).bfloat16())
+    assert before == [router.expert_bias.data_ptr() for router in routers]
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+@torch.no_grad()
+def test_layers_of_a_given_model_choose_experts_as_megatrons_do(router: str) -> None:
+    """By each function and in groups, whose fields megatron's own config has."""
+    model, hidden = stock_model(replaced(router)), torch.randn(11, 1, 64)
+    expected = [layer.mlp(hidden)[0] for layer in model.decoder.layers]
+    adapt_model(model)
+    for layer, wanted in zip(model.decoder.layers, expected, strict=True):
+        torch.testing.assert_close(layer.mlp(hidden)[0], wanted, atol=2e-5, rtol=1e-4)
 
 
 @torch.no_grad()
