@@ -166,9 +166,9 @@ def step_of(model: Any, tokens: Tensor, routed: Tensor | None = None) -> Step:
 
 
 def joined(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The whole tensors of both ranks' shares."""
+    """The whole tensors of both ranks' shares, on the CPU."""
     shares: list[dict[str, Tensor]] = [{}] * RANKS
-    dist.all_gather_object(shares, state)
+    dist.all_gather_object(shares, {name: share.cpu() for name, share in state.items()})
     return {name: join_shards(name, [each[name] for each in shares], gated=True) for name in state}
 
 
@@ -265,7 +265,8 @@ def errors_of(steps: list[Step], name: str) -> dict[str, float]:
         expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         assert expected.keys() == step.gradients.keys()
         for key, gradient in expected.items():
-            error = float((step.gradients[key] - gradient).abs().max() / gradient.abs().max())
+            difference = step.gradients[key].to(gradient.device) - gradient
+            error = float(difference.abs().max() / gradient.abs().max())
             errors[key] = max(error, errors.get(key, 0.0))
     parallel_state.destroy_model_parallel()
     return errors
