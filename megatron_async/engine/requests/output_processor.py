@@ -412,8 +412,8 @@ class OutputProcessor:
         return text
 
     def fail(self, error: EngineStoppedError) -> None:
-        """Fail all: no request will end any more."""
-        self.ended += [(entry.future, error) for entry in self._entries.values()]
+        """Fail all: no request will end any more. Other threads may add some meanwhile."""
+        self.ended += [(entry.future, error) for entry in list(self._entries.values())]
 
     def resolve_futures(self) -> None:
         """Resolve the futures of requests that have ended. Their callbacks may step the engine, so

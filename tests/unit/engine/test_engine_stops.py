@@ -83,6 +83,30 @@ def test_closing_ends_a_generation_in_another_thread() -> None:
     assert not thread.is_alive() and len(raised) == 1
 
 
+class AddsWhenItFails:
+    """In the place of a live request, one in whose end another thread adds a request."""
+
+    def __init__(self, entries: dict[int, Any], key: int) -> None:
+        self._entries, self._entry = entries, entries[key]
+
+    @property
+    def future(self) -> Any:
+        self._entries[len(self._entries) + 999] = self._entry
+        return self._entry.future
+
+
+def test_an_engine_closes_while_a_thread_adds_requests() -> None:
+    engine = engine_at(1)
+    futures = [engine.add_request(number, [1], greedy(50)) for number in range(2)]
+    entries = engine.outputs._entries
+    for key in list(entries):
+        entries[key] = AddsWhenItFails(entries, key)
+    engine.close()
+    for future in futures:
+        with pytest.raises(EngineStoppedError, match="closed; build a new one"):
+            future.result(timeout=0)
+
+
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_an_error_in_a_step_reaches_everybody_who_waits(depth: int) -> None:
     with engine_at(depth, model=FailsOnce()) as engine:
