@@ -7,6 +7,7 @@ what reads it. Rounding keeps the order, so that ``minimum`` and ``maximum`` hol
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any
 
@@ -17,11 +18,17 @@ SMALLEST_BOUND = 1e-40
 """No bound is nearer to 0, but for 0 itself: the library's rules nest by a level a digit."""
 EXACT_DIGITS = 15
 """A decimal of no more digits is the shortest text of its double, and the library keeps it."""
+MOST_REMAINDERS = 100_000
+"""Of all multiples of a schema together: the library goes through them when it compiles, without a
+limit of its own, and takes about 20 us and 150 bytes for each."""
+_FEW_REMAINDERS = 1024
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _DATA = {"const", "enum", "default", "examples"}
 """Keywords whose values are no schemas."""
 _NAMED = {"properties", "$defs", "definitions"}
 """Keywords of schemas by names, which may be those of keywords."""
+_COMBINING = {"allOf", "anyOf", "oneOf", "$ref"}
+"""Keywords by which several bounds may hold for one number."""
 
 
 def with_bounds_of_doubles(schema: dict[str, Any]) -> dict[str, Any]:
@@ -40,6 +47,62 @@ def with_bounds_of_doubles(schema: dict[str, Any]) -> dict[str, Any]:
     _round_bounds(found)
     _limit_multiples(found)
     return found
+
+
+def check_multiples(schema: dict[str, Any]) -> None:
+    """Raises ValueError where the multiples of a schema are too much work for the library.
+
+    It goes through the remainders of a multiple: 123456789 has so many, and 0.12 has 12. Where
+    parts are combined any two multiples may meet, and then those of their least common multiple
+    count, for each number.
+    """
+    numbers = [part for part in _schemas("", schema) if any(map(part.__contains__, _BOUNDS))]
+    multiples = [part["multipleOf"] for part in numbers if _is_multiple(part.get("multipleOf"))]
+    combines = any(not _COMBINING.isdisjoint(part) for part in _schemas("", schema))
+    if combines and len(numbers) > 1:
+        count = len(numbers) * _remainders(*multiples)
+    else:
+        count = sum(map(_remainders, multiples))
+    if count > MOST_REMAINDERS:
+        most = max(multiples, key=_remainders)
+        together = "it has" if len(numbers) == 1 else "with the other numbers it has"
+        raise ValueError(
+            f"multipleOf {most} is beyond what can be compiled: {together} {count} remainders, and "
+            f"the most is {MOST_REMAINDERS}"
+        )
+
+
+def _remainders(*multiples: float) -> int:
+    """Of the least common multiple; 1 without any. Of 2 and 5 the library knows small powers, and
+    the zeros behind these."""
+    numbers = [Decimal(repr(each)).normalize().as_tuple() for each in multiples]
+    least = min((int(each.exponent) for each in numbers), default=0)
+    found = 1
+    for _, digits, exponent in numbers:
+        whole = int("".join(map(str, digits))) * 10 ** (int(exponent) - least)
+        found = math.lcm(found, whole)
+    short = int(str(found).rstrip("0"))
+    is_known = short <= _FEW_REMAINDERS and 10 ** _FEW_REMAINDERS.bit_length() % short == 0
+    return short if is_known else found * 10 ** max(least, 0)
+
+
+def _is_multiple(value: Any) -> bool:
+    return _is_number(value) and value != 0 and SMALLEST_BOUND <= abs(value) <= LARGEST_BOUND
+
+
+def _schemas(keyword: str, value: Any) -> Iterator[dict[str, Any]]:
+    """A schema and those inside of it."""
+    if keyword in _DATA:
+        return
+    if isinstance(value, list):
+        for part in value:
+            yield from _schemas("", part)
+    elif isinstance(value, dict):
+        has_names = keyword in _NAMED or keyword == "patternProperties"
+        if not has_names:
+            yield value
+        for name, part in value.items():
+            yield from _schemas("" if has_names else name, part)
 
 
 def _below(keyword: str, value: Any) -> Any:

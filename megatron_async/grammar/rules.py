@@ -8,7 +8,7 @@ from typing import Any
 import llguidance
 
 from megatron_async.grammar import ebnf
-from megatron_async.grammar.bounds import with_bounds_of_doubles
+from megatron_async.grammar.bounds import check_multiples, with_bounds_of_doubles
 from megatron_async.grammar.calls import Calls
 from megatron_async.grammar.spec import StructuredOutputs
 
@@ -52,6 +52,7 @@ def _json(schema: dict[str, Any], spec: StructuredOutputs) -> str:
     options: dict[str, Any] = {"whitespace_flexible": not spec.disable_any_whitespace}
     if not spec.disable_any_whitespace:
         options["whitespace_pattern"] = spec.whitespace_pattern or WHITESPACE
+    check_multiples(schema)
     schema = with_bounds_of_doubles(schema)
     return json.dumps(schema | {"x-guidance": options}, allow_nan=False)
 

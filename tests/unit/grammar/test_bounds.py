@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_async.errors import RequestError
-from megatron_async.grammar.bounds import SMALLEST_BOUND, with_bounds_of_doubles
+from megatron_async.grammar.bounds import SMALLEST_BOUND, check_multiples, with_bounds_of_doubles
 from megatron_async.grammar.spec import StructuredOutputs
 from tests.unit.grammar.test_grammar import COMPILERS
 
@@ -103,6 +103,15 @@ def test_multiples_are_multiples_when_they_are_read(
 def test_bounds_hold_for_doubles(schema: dict[str, Any], text: str, passes: bool) -> None:
     assert allows({"type": "number", **schema}, text) == passes
     assert not passes or conforms(schema, text)
+
+
+def test_multiples_that_are_little_work_stay() -> None:
+    """Powers of ten, seconds of a day, and names that are those of keywords."""
+    for multiple in (1e6, 2e5, 0.01, 3600, 86400, 9973):
+        check_multiples({"items": {"multipleOf": multiple}})
+    fields = {str(n): {"multipleOf": n} for n in (7, 11, 13, 3600)}
+    check_multiples({"properties": {**fields, "anyOf": {"enum": [{"multipleOf": 123457}]}}})
+    check_multiples({"anyOf": [{"multipleOf": 0.01}, {"multipleOf": 0.5}, {"multipleOf": 100}]})
 
 
 def test_bounds_hold_wherever_schemas_are_and_data_stay_as_they_are() -> None:

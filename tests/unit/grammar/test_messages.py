@@ -33,6 +33,15 @@ SCHEMAS: list[tuple[dict[str, Any], str]] = [
     ({"type": "string", "pattern": r"a\b"}, r"\\b, \\B, and \^ or \$"),
     ({"patternProperties": {"a": {}, "b": {}}}, "patternProperties a and b take the same names"),
     ({"multipleOf": 0, "type": "integer"}, "multipleOf must be above 0"),
+    ({"multipleOf": 123456789}, "multipleOf 123456789 is beyond what can be compiled: it has"),
+    ({"items": {"multipleOf": 12345.67}}, "multipleOf 12345.67 is beyond"),
+    ({"items": {"multipleOf": 7e5}}, "multipleOf 700000.0 is beyond .* has 700000 remainders"),
+    (
+        {"multipleOf": 997, "allOf": [{"multipleOf": 991}]},
+        "multipleOf 997 is beyond .* with the other numbers it",
+    ),
+    ({"multipleOf": 9973, "anyOf": [{"maximum": at} for at in range(30)]}, "it has 309163 rem"),
+    ({"prefixItems": [{"multipleOf": 9973}] * 30}, "with the other numbers it has 299190 rem"),
     ({"enum": []}, "no value conforms to it"),
 ]
 
