@@ -21,7 +21,7 @@ EXACT_DIGITS = 15
 MOST_REMAINDERS = 100_000
 """Of all multiples of a schema together: the library goes through them when it compiles, without a
 limit of its own, and takes about 20 us and 150 bytes for each."""
-_FEW_REMAINDERS = 1024
+_FEW_REMAINDERS, _TOO_MANY = 1024, 10**60
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _DATA = {"const", "enum", "default", "examples"}
 """Keywords whose values are no schemas."""
@@ -67,8 +67,8 @@ def check_multiples(schema: dict[str, Any]) -> None:
         most = max(multiples, key=_remainders)
         together = "it has" if len(numbers) == 1 else "with the other numbers it has"
         raise ValueError(
-            f"multipleOf {most} is beyond what can be compiled: {together} {count} remainders, and "
-            f"the most is {MOST_REMAINDERS}"
+            f"multipleOf {most} is beyond what can be compiled: {together} more than "
+            f"{MOST_REMAINDERS:,} remainders"
         )
 
 
@@ -81,6 +81,8 @@ def _remainders(*multiples: float) -> int:
     for _, digits, exponent in numbers:
         whole = int("".join(map(str, digits))) * 10 ** (int(exponent) - least)
         found = math.lcm(found, whole)
+        if found > _TOO_MANY:
+            return found
     short = int(str(found).rstrip("0"))
     is_known = short <= _FEW_REMAINDERS and 10 ** _FEW_REMAINDERS.bit_length() % short == 0
     return short if is_known else found * 10 ** max(least, 0)

@@ -35,13 +35,11 @@ SCHEMAS: list[tuple[dict[str, Any], str]] = [
     ({"multipleOf": 0, "type": "integer"}, "multipleOf must be above 0"),
     ({"multipleOf": 123456789}, "multipleOf 123456789 is beyond what can be compiled: it has"),
     ({"items": {"multipleOf": 12345.67}}, "multipleOf 12345.67 is beyond"),
-    ({"items": {"multipleOf": 7e5}}, "multipleOf 700000.0 is beyond .* has 700000 remainders"),
-    (
-        {"multipleOf": 997, "allOf": [{"multipleOf": 991}]},
-        "multipleOf 997 is beyond .* with the other numbers it",
-    ),
-    ({"multipleOf": 9973, "anyOf": [{"maximum": at} for at in range(30)]}, "it has 309163 rem"),
-    ({"prefixItems": [{"multipleOf": 9973}] * 30}, "with the other numbers it has 299190 rem"),
+    ({"items": {"multipleOf": 7e5}}, "multipleOf 700000.0 is beyond"),
+    ({"multipleOf": 997, "allOf": [{"multipleOf": 991}]}, "multipleOf 997 is beyond .* with the"),
+    ({"multipleOf": 9973, "anyOf": [{"maximum": at} for at in range(30)]}, "multipleOf 9973 is"),
+    ({"prefixItems": [{"multipleOf": 9973}] * 30}, "with the other numbers it has more than"),
+    ({"anyOf": [{"multipleOf": 2**50 - at} for at in range(999)]}, "it has more than 100,000 rem"),
     ({"enum": []}, "no value conforms to it"),
 ]
 
