@@ -76,8 +76,9 @@ def assemble(
     config, limits = spec.config, spec.limits
     device, batch, runner = opened
     vocab_size = spec.model.vocab_size
-    config = dataclasses.replace(config, guided_automata_bytes=spec.automata_bytes)
     automata_bytes = spec.automata_bytes if runner.takes_automata else 0
+    # What there is, not what was asked for: replays compare it.
+    config = dataclasses.replace(config, guided_automata_bytes=automata_bytes)
     grammars = Grammars(
         model.tokenizer, vocab_size, automata_bytes, at_once=config.testing.automata_at_once
     )

@@ -324,6 +324,38 @@ def test_a_recorded_run_is_repeated(recorded: int, replayed: int, tmp_path: Path
     assert config_of_run({}).guided_automata_bytes == 0
 
 
+@pytest.mark.parametrize("recorded", (False, True))
+def test_an_engine_without_automata_repeats_other_plans(
+    recorded: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As one over ranks is: it gives the tokens of a run that had some, and the other way round,
+    and a replay does not say that it is exact."""
+
+    def engine(has_some: bool, **values: Any) -> DynamicInferenceEngine:
+        with monkeypatch.context() as patch:
+            if not has_some:
+                for module in ("spec", "runner"):
+                    patch.setattr(f"megatron_async.build.{module}.has_automata", lambda *_: False)
+            return hash_engine(
+                2, tokenizer=hash_tokenizer(), max_requests=2, block_count=40,
+                guided_automata_bytes=ROOM, **values,
+            )  # fmt: skip
+
+    asked = [
+        SamplingParams(structured_outputs=each, num_tokens_to_generate=9, ignore_eos=True)
+        for each in ({"regex": "[a-f]{20}"}, None)
+    ]
+    path = tmp_path / "run.jsonl"
+    with engine(recorded, record=str(path)) as made:
+        made.generate([[1], [2]], asked)
+        assert made.config.guided_automata_bytes == (ROOM if recorded else 0)
+        assert made.counters.host_masks.keys() == (set() if recorded else {HostMasks.DEVICE})
+    for has_some in (recorded, not recorded):
+        with engine(has_some) as made:
+            result = replay(read_run(path), made)
+        assert result.exact == (has_some == recorded) and result.differences == ()
+
+
 def test_graphs_and_their_memory_are_those_of_the_engine() -> None:
     """The pool comes behind the capture, and a reset leaves it."""
     with hash_engine(
