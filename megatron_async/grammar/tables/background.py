@@ -137,6 +137,9 @@ class BackgroundMaker:
         try:
             worker = self._worker or self._start_worker()
             return worker.made(spec)
+        except _NotStartedError:
+            self.failures += 1
+            return None
         except Exception as error:  # nothing of it may concern a request
             if not self._is_closed:
                 self._failed(error)
@@ -146,7 +149,7 @@ class BackgroundMaker:
     def _start_worker(self) -> Worker:
         """A process that is ready. When it was tried in vain too often there are no more tables."""
         if self._failed_starts == MOST_FAILED_STARTS:
-            raise _NotStartedError("it has not started several times in a row")
+            raise _NotStartedError
         self.starts += 1
         self._failed_starts += 1
         worker = self._worker = Worker()
@@ -167,6 +170,13 @@ class BackgroundMaker:
             type(error).__name__,
             said,
         )
+        if self._failed_starts == MOST_FAILED_STARTS:
+            logger.warning(
+                "the process that makes tables of grammars has failed to start %d times in a row, "
+                "and this engine starts no other: grammars without a table are followed on the "
+                "host; what the first failure said is above",
+                MOST_FAILED_STARTS,
+            )
 
     def _end_worker(self) -> None:
         worker, self._worker = self._worker, None
@@ -188,7 +198,7 @@ def make_in_background(kept: KeptAutomata, compiler: GrammarCompiler, budget: in
 
 
 class _NotStartedError(Exception):
-    """There is no process."""
+    """There is no process, and there will be none."""
 
 
 class Worker:
@@ -206,7 +216,7 @@ class Worker:
         work.send_bytes(self._connection, tokenizer)
         ready = work.READY.decode(work.receive(self._connection))
         if ready.digest != compiler.digest:
-            raise _NotStartedError("the tokenizer has other tokens in another process")
+            raise ValueError("the tokenizer has other tokens in another process")
 
     def made(self, spec: StructuredOutputs) -> TokenAutomaton | str:
         """A table, or why there is none; raises an exception where the process has died."""

@@ -369,7 +369,10 @@ def test_a_process_without_work_ends_and_another_begins(monkeypatch: pytest.Monk
         assert maker_of(engine).pid is None and not maker_of(engine).failures
 
 
-def test_a_process_that_cannot_start_is_tried_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_start_is_tried_a_few_times(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says the first failure, and that there are no more tries."""
     monkeypatch.setattr(background, "WORKER", "megatron_async.no_such_module")
     with engine_with_tables() as engine:
         for regex in ("a{2}", "b{2}", "c{2}"):
@@ -378,6 +381,8 @@ def test_a_process_that_cannot_start_is_tried_a_few_times(monkeypatch: pytest.Mo
                 tables_are_there(engine)
         maker = maker_of(engine)
         assert maker.failures == 6 and maker.starts == background.MOST_FAILED_STARTS
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 2 and "this engine starts no other" in said[1]
 
 
 def test_processes_end_with_their_automata(stopped: Stopped) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.metrics import GuidedRow, HostMasks
 from megatron_async.engine.recorded_config import config_of_run
 from megatron_async.engine.recording import read_run
