@@ -19,8 +19,8 @@ SMALLEST_BOUND = 1e-40
 EXACT_DIGITS = 15
 """A decimal of no more digits is the shortest text of its double, and the library keeps it."""
 MOST_REMAINDERS = 100_000
-"""Of all multiples of a schema together: the library goes through them when it compiles, without a
-limit of its own, and takes about 20 us and 150 bytes for each."""
+"""A schema's multiples have no more together: the library goes through all remainders when it
+compiles, without a limit of its own, and takes about 20 us and 150 bytes for each."""
 _FEW_REMAINDERS, _TOO_MANY = 1024, 10**60
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _DATA = {"const", "enum", "default", "examples"}
@@ -52,12 +52,14 @@ def with_bounds_of_doubles(schema: dict[str, Any]) -> dict[str, Any]:
 def check_multiples(schema: dict[str, Any]) -> None:
     """Raises ValueError where the multiples of a schema are too much work for the library.
 
-    It goes through the remainders of a multiple: 123456789 has so many, and 0.12 has 12. Where
-    parts are combined any two multiples may meet, and then those of their least common multiple
-    count, for each number.
+    It goes through the remainders of a multiple: 86400 has 86400, and 0.12 has 12. Where parts are
+    combined any two multiples may meet, and then those of their least common multiple count, for
+    each number.
     """
     numbers = [part for part in _schemas("", schema) if any(map(part.__contains__, _BOUNDS))]
     multiples = [part["multipleOf"] for part in numbers if _is_multiple(part.get("multipleOf"))]
+    if not multiples:
+        return
     combines = any(not _COMBINING.isdisjoint(part) for part in _schemas("", schema))
     if combines and len(numbers) > 1:
         count = len(numbers) * _remainders(*multiples)
@@ -73,8 +75,8 @@ def check_multiples(schema: dict[str, Any]) -> None:
 
 
 def _remainders(*multiples: float) -> int:
-    """Of the least common multiple; 1 without any. Of 2 and 5 the library knows small powers, and
-    the zeros behind these."""
+    """How many remainders the least common multiple has; 1 without any. Small powers of 2 and 5
+    are known to the library, with the zeros behind them."""
     numbers = [Decimal(repr(each)).normalize().as_tuple() for each in multiples]
     least = min((int(each.exponent) for each in numbers), default=0)
     found = 1

@@ -112,6 +112,7 @@ def test_multiples_that_are_little_work_stay() -> None:
     fields = {str(n): {"multipleOf": n} for n in (7, 11, 13, 3600)}
     check_multiples({"properties": {**fields, "anyOf": {"enum": [{"multipleOf": 123457}]}}})
     check_multiples({"anyOf": [{"multipleOf": 0.01}, {"multipleOf": 0.5}, {"multipleOf": 100}]})
+    check_multiples({"anyOf": [{"minimum": 0}] * 100_001})
 
 
 def test_bounds_hold_wherever_schemas_are_and_data_stay_as_they_are() -> None:
