@@ -111,6 +111,9 @@ class DecodeLoop:
         self._prepared: Ticket | None = None
         """The last one that has what guides its rows."""
         self._logged_at = 0
+        self._new_scales: bool | None = None
+        """Scales of an FP8 cache are to be chosen before tokens are computed with new weights; True
+        takes those that came with these. None keeps what is there."""
         self._observers = Observers()
         self._observed: list[Any] = []
         self._bind()
@@ -140,6 +143,8 @@ class DecodeLoop:
             return
         if self._logging_interval or self._scheduler.table.guided:
             self._before_plan()
+        if self._new_scales is not None:
+            self._choose_scales()
         plan = self._plan()
         self._publish_events()
         if plan is not None:
@@ -209,6 +214,13 @@ class DecodeLoop:
             self.drain(NotOverlapped.LOGITS_PROCESSOR)
         else:
             self._guide(pending)
+
+    def _choose_scales(self) -> None:
+        """Choose the scales of an FP8 cache, once for all updates since the last launch. Nothing
+        has been launched since, so nothing is in flight or in the cache."""
+        if self._new_scales is not None and self._scheduler.can_go_on:
+            self._runner.choose_scales(stored=self._new_scales)
+            self._new_scales = None
 
     def _guide(self, pending: Ticket) -> None:
         """Prepare what S of the pending ticket needs of the grammars and functions that guide its
@@ -470,8 +482,9 @@ class DecodeLoop:
     ) -> None:
         """The weights are new: what the old ones computed is not used for new prompts again, and
         with ``recompute_kv_cache`` not for running requests either. Those whose key is
-        ``restarted`` begin again behind their prompts. Scales of an FP8 cache are chosen anew if
-        nobody has anything there, with ``cache_scales`` those that came with the weights."""
+        ``restarted`` begin again behind their prompts. If nobody has anything in an FP8 cache, its
+        scales are chosen anew before the next launch, with ``cache_scales`` those that came with
+        the weights: an update may come in several parts, and no scale is of some of them."""
         self._note(UpdateWeights(source, recompute_kv_cache, restarted is not None))
         if restarted is not None:
             for key in list(self._outputs.keys.values()):
@@ -484,7 +497,7 @@ class DecodeLoop:
             self._scheduler.evict_all()
         self._scheduler.table.forget_prefixes()
         if not self._scheduler.table.keeps_anything:
-            self._runner.choose_scales(stored=cache_scales)
+            self._new_scales = cache_scales
         self._scheduler.weights_changed()
         self._publish_events()
         self._outputs.weight_version += 1

@@ -15,6 +15,7 @@ from megatron_async.errors import CheckpointError, ConfigError
 from megatron_async.kernels.attention.e4m3_cache import E4M3, encode, scales_of
 from megatron_async.runner.memory.attention_metadata import AttentionMetadata
 from megatron_async.runner.memory.cache_attention import CacheAttention
+from megatron_async.runner.model_runner import ModelRunner
 from tests.support.fp8_models import write
 from tests.support.huggingface_models import random_model
 from tests.support.sweeps import some
@@ -292,7 +293,205 @@ def test_scales_stay_while_requests_go_on_over_what_they_have() -> None:
     with engine_at(1) as engine:
         scales = engine.runner._program._batch.scales
         engine.update_weights(with_larger_keys(engine, 6), recompute_kv_cache=False)
+        engine.generate([[9]], ONE)
         assert scales[:, 0].equal(64 * before[:, 0]), "nobody has anything in the cache"
+
+
+ONE = SamplingParams(num_tokens_to_generate=1)
+DEPTHS = some([0, 1, 2, 4], 2)
+
+
+def counted(engine: DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """An item for each time that scales are chosen from now on."""
+    found: list[bool] = []
+    choose, loop = ModelRunner.choose_scales, engine.loop
+
+    def noted(runner: ModelRunner, *, stored: bool) -> None:
+        assert loop.in_flight_count == 0
+        found.append(stored)
+        choose(runner, stored=stored)
+
+    monkeypatch.setattr(ModelRunner, "choose_scales", noted)
+    return found
+
+
+def changed(engine: DynamicInferenceEngine, power: int) -> dict[str, torch.Tensor]:
+    """Other weights: all are a little different, keys ``2 ** power`` times larger."""
+    state = with_larger_keys(engine, power)
+    made = torch.Generator().manual_seed(3)
+    noise = {k: torch.randn(v.shape, generator=made) for k, v in state.items()}
+    return {k: v * (1 + 0.02 * noise[k]) for k, v in state.items()}
+
+
+def buckets_of(state: dict[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
+    """The first has one tensor, keys of a layer; others have about as many each."""
+    first = next(name for name in state if "linear_qkv.weight" in name)
+    names = [name for name in state if name != first]
+    others = [{name: state[name] for name in names[n :: count - 1]} for n in range(count - 1)]
+    return [{first: state[first]}, *others]
+
+
+class Running:
+    """Requests at a depth, in whose midst weights change; they have cached prefixes."""
+
+    def __init__(self, engine: DynamicInferenceEngine) -> None:
+        self.engine = engine
+        self.done: list[Any] = []
+
+    def add(self, *prompt: int) -> None:
+        number = len(self.done)
+        params = SamplingParams(
+            temperature=(0.0, 0.8)[number % 2], seed=number, num_tokens_to_generate=10,
+            return_log_probs=True, termination_id=-1, skip_prompt_log_probs=True,
+        )  # fmt: skip
+        self.done.append(self.engine.add_request(number, list(prompt), params))
+
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.step_modern()
+
+    def end(self) -> list[Any]:
+        while self.engine.has_unfinished_requests():
+            self.engine.step_modern()
+        results = [each.result() for each in self.done]
+        return [(each.generated_tokens, each.generated_log_probs) for each in results]
+
+
+def begun(engine: DynamicInferenceEngine) -> Running:
+    running = Running(engine)
+    running.add(*[9] * 17)
+    running.add(*range(40, 53))
+    running.step(5)
+    return running
+
+
+def joined(running: Running) -> list[Any]:
+    """A request whose prefix the old weights have computed comes."""
+    running.add(*[9] * 17, 50, 51)
+    return running.end()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("small")
+    random_model("llama").save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_scales_are_chosen_once_for_an_update_in_buckets(
+    depth: int, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of all buckets: scales and tokens are those of an update that brings all at once, while
+    requests run and a prompt comes that the old weights have computed."""
+    found = []
+    for count in (1, 4):
+        with engine_at(depth, small) as engine:
+            scales, chosen = engine.runner._program._batch.scales, counted(engine, monkeypatch)
+            before, state, running = scales.clone(), changed(engine, 5), begun(engine)
+            versions = engine.weight_version
+            for bucket in [state] if count == 1 else buckets_of(state, count):
+                engine.update_weights(bucket, partial_update=True)
+            assert engine.weight_version == versions + count and chosen == []
+            tokens = joined(running)
+            assert chosen == [False] and not scales.equal(before)
+            assert running.done[2].result().num_cached_tokens == 0
+            found.append((scales.clone(), tokens))
+    assert found[0][0].equal(found[1][0])
+    assert found[0][1] == found[1][1]
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_scales_are_those_of_an_engine_that_begins_with_the_weights(
+    depth: int, small: Path
+) -> None:
+    """With one tensor in a first update, others in later ones, and steps between: each step reads
+    what scales of its own weights have divided, whatever the depth."""
+    found = []
+    for at in (0, depth):
+        with engine_at(at, small) as engine:
+            scales = engine.runner._program._batch.scales
+            running, seen = begun(engine), []
+            for number, bucket in enumerate(buckets_of(changed(engine, 5), 3)):
+                engine.update_weights(bucket, partial_update=True)
+                running.add(*[9] * 16, 60 + number)
+                running.step(2)
+                seen.append(scales.clone())
+            tokens = joined(running)
+            state = {k: v.clone() for k, v in engine.model.weights_owner.named_parameters()}
+        with engine_at(at, small) as fresh:
+            with torch.no_grad():
+                fresh.update_weights(state)
+            fresh.generate([[9]], ONE)
+            assert fresh.runner._program._batch.scales.equal(seen[-1])
+        assert not seen[0].equal(seen[-1])
+        found.append((torch.stack(seen), tokens))
+    assert found[0][0].equal(found[1][0])
+    assert found[0][1] == found[1][1]
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_an_update_that_fails_in_the_middle_keeps_scales_and_weights_together(
+    depth: int, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first bucket stays, the second is refused: scales are those of the first, once."""
+    found = []
+    for fails in (False, True):
+        with engine_at(depth, small) as engine:
+            scales, chosen = engine.runner._program._batch.scales, counted(engine, monkeypatch)
+            first, second = buckets_of(changed(engine, 5), 2)
+            running = begun(engine)
+            engine.update_weights(first, partial_update=True)
+            if fails:
+                name = list(second)[-1]
+                second[name] = torch.full_like(second[name], float("nan"))
+                for bad in (second, {"no.such": torch.ones(1)}):
+                    with pytest.raises(CheckpointError, match=r"NaN or infinite|does not have"):
+                        engine.update_weights(bad, partial_update=True)
+            found.append((joined(running), scales.clone()))
+            assert chosen == [False]
+    assert found[0][0] == found[1][0] and found[0][1].equal(found[1][1])
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_refused_update_alone_chooses_no_scales(
+    depth: int, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs keeps its cache, and a later prompt finds the prefix of an earlier one there."""
+    with engine_at(depth, small) as engine:
+        scales, chosen = engine.runner._program._batch.scales, counted(engine, monkeypatch)
+        before, running = scales.clone(), begun(engine)
+        bad = {name: value / 0.0 for name, value in changed(engine, 5).items()}
+        with pytest.raises(CheckpointError, match="NaN or infinite"):
+            engine.update_weights(bad)
+        joined(running)
+        assert chosen == [] and scales.equal(before)
+        assert running.done[2].result().num_cached_tokens == 16
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_scales_wait_for_sleep_and_for_pauses(
+    depth: int, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New weights come while the cache has no memory; a paused engine chooses nothing."""
+    with engine_at(depth, small, enable_sleep_mode=True) as engine:
+        scales, chosen = engine.runner._program._batch.scales, counted(engine, monkeypatch)
+        before, state, running = scales.clone(), with_larger_keys(engine, 5), begun(engine)
+        engine.pause_request(1)
+        engine.sleep(level=2)
+        engine.wake_up(["weights"])
+        engine.update_weights(state)
+        engine.wake_up(["kv_cache"])
+        engine.pause_request(0)
+        engine.step_modern()
+        assert chosen == [] and scales.equal(before)
+        engine.resume_request(0)
+        engine.resume_request(1)
+        tokens = running.end()
+        assert chosen == [False] and scales[:, 0].equal(32 * before[:, 0])
+    with engine_at(depth, small) as engine:
+        assert begun(engine).end() == tokens, "the model means the same"
 
 
 FORMS = {
@@ -331,20 +530,29 @@ def test_scales_come_with_a_directory_and_go_with_other_weights(tmp_path: Path) 
         found = engine.runner._program._batch.scales
         stored = found.clone()
         state = {k: v.clone() for k, v in engine.model.weights_owner.named_parameters()}
-        engine.update_weights(other)
+
+        def update(source: Any) -> None:
+            engine.update_weights(source)
+            engine.generate([[9]], ONE)
+
+        update(other)
         assert found.eq(8).all()
-        engine.update_weights(state)
+        update(state)
         measured = found.clone()
         assert not measured.eq(8).all() and not measured.equal(stored)
-        engine.update_weights(path)
+        update(path)
         assert found.equal(stored)
-        engine.update_weights(plain)
+        update(plain)
         assert not found.equal(stored) and found.log2().frac().eq(0).all()
         bad = with_cache_scales(tmp_path / "bad", "compressed", dict.fromkeys(scales, 0.0))
         kept = found.clone()
         with pytest.raises(CheckpointError, match="k_scale has 1 of 1 scales"):
-            engine.update_weights(bad)
+            update(bad)
         assert found.equal(kept)
+        engine.update_weights({"output_layer.weight": state["output_layer.weight"]},
+                              partial_update=True)  # fmt: skip
+        update(path)
+        assert found.equal(stored), "those of the last update"
 
 
 @pytest.mark.parametrize("fault", ("missing", "too many", "no layer", "twice"))
