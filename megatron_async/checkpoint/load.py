@@ -335,8 +335,8 @@ def load_pretrained(
             from megatron_async.checkpoint.quantized.kept import check_products
             from megatron_async.models.quantized.mxfp4 import scales_of
 
-            check_products(str(path), model)
             check_finite(str(path), scales_of(model))
+            check_products(str(path), model)
     return Pretrained(
         model=model.eval().requires_grad_(False),
         config=description.config,

@@ -107,6 +107,10 @@ class Target:
         model that serves."""
         return True
 
+    def check(self, name: str, stored: torch.Tensor) -> None:
+        """Raises CheckpointError if ``stored``, whose elements are finite, stands for values that
+        are not."""
+
     def copy_from(self, stored: torch.Tensor) -> None:
         """Fill the view."""
         with torch.no_grad():

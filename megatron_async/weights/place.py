@@ -188,6 +188,8 @@ def _place_stored(
         pairs = zip(tensors.items(), targets, strict=True)
         each = ((name, tensor, target.dtype) for (name, tensor), target in pairs)
         check_finite("the new weights", each)
+        for (name, tensor), target in zip(tensors.items(), targets, strict=True):
+            target.check(name, tensor)
     return Placement(tensors, list(targets)), watched
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_async.checkpoint.quantized import kept_targets
+from megatron_async.checkpoint.quantized import PACKED_END, kept_targets
+from megatron_async.checkpoint.quantized.fp8 import SUFFIXES
 from megatron_async.checkpoint.targets import (
     EMBEDDING,
     FLOATS,
@@ -40,6 +41,8 @@ Shares = list[Target | None]
 
 SCALES = ".weight_scale"
 """Behind the name of a layer that keeps e4m3 or MXFP4; they follow from its new weight."""
+_OF_SCALED = (*SUFFIXES, "_scales", PACKED_END)
+"""How names of numbers with scales, and of these, end in a directory."""
 _NUMBERED = re.compile(r"(?<=\.experts\.local_experts\.)\d+|(?<=weight|.{2}bias)\d+$")
 """An expert's number, in the names of both of megatron-core's classes."""
 
@@ -157,6 +160,11 @@ class Names:
             if share is not None:
                 _check_fits(info, share, "whole model" if self.whole else "model")
             elif not self.is_elsewhere(info.name):
+                if info.name.endswith(_OF_SCALED):
+                    raise CheckpointError(
+                        f"the new weights hold {info.name}: a state dict has no numbers with "
+                        "scales; give weights in 16 or 32 bits, or a model directory"
+                    )
                 raise CheckpointError(
                     f"the new weights hold {info.name}, which the model does not have"
                 )
@@ -245,6 +253,11 @@ def _check_fits(info: TensorInfo, target: Target, whose: str) -> None:
     takes_floats = target.dtype.is_floating_point
     floats = info.dtype in FLOATS and takes_floats
     if not floats and (info.dtype != target.view.dtype or takes_floats):
+        if info.dtype.is_floating_point and info.dtype.itemsize == 1:
+            raise CheckpointError(
+                f"the new {info.name} has dtype {info.dtype}, whose scales are in no state dict; "
+                f"give a float of {', '.join(map(str, FLOATS))}, or a model directory in FP8"
+            )
         raise CheckpointError(
             f"the new {info.name} has dtype {info.dtype}, the model's has {target.view.dtype}; "
             f"give a float of {', '.join(map(str, FLOATS))}"

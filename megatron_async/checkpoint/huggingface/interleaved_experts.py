@@ -57,7 +57,8 @@ def interleaved_targets(targets: Any, theirs: str, ours: str, stored: Collection
         weight = targets.parameter(f"{name}.weight")
         meant = meant_shape(weight)
         share = targets.share(f"{name}.weight", weight, meant, groups)
-        if f"{stored_name}_blocks" in stored:
+        is_packed = any(f"{stored_name}_{kind}" in stored for kind in ("blocks", "scales"))
+        if is_packed and stored_name not in stored:
             of_one = targets.share(f"{name}.weight", weight, meant[1:], groups, of_one_expert=True)
             select = partial(_of_rows, arrange, of_one.select)
             first = targets.first_expert(weight)

@@ -1,5 +1,6 @@
 """Scales of keys and values that a checkpoint brings for an FP8 KV cache, one of each for a layer:
-compressed-tensors' and ModelOpt's ``k_scale``, and the older ``k_proj.output_scale``."""
+compressed-tensors' and ModelOpt's ``k_scale``, and the older ``k_proj.output_scale``, or
+``kv_scale`` for both."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(
-    r"\blayers\.([0-9]{1,9})\.\w+\.(?:(?:[kv]_proj\.|attn\.)?([kv])_scale|([kv])_proj\.output_scale)$"
+    r"\blayers\.([0-9]{1,9})\.\w+\."
+    r"(?:(?:(?:[kv]|qkv)_proj\.|attn\.)?(k|v|kv)_scale|([kv])_proj\.output_scale)$"
 )
 
 
@@ -41,13 +43,14 @@ def read_cache_scales(
     for name in stored:
         found = _NAME.search(name)
         if found is not None:
-            place = int(found[1]), "kv".index(found[2] or found[3])
-            twice |= place in names
-            names[place] = name
+            for kind in found[2] or found[3]:
+                place = int(found[1]), "kv".index(kind)
+                twice |= place in names
+                names[place] = name
     if not names:
         return None
     wanted = {(layer, kind) for layer in range(layers) for kind in (0, 1)}
-    values = read_tensors(names.values(), stored)
+    values = read_tensors(dict.fromkeys(names.values()), stored)
     for name, value in values.items():
         check_scale(name, value)
     if twice or names.keys() != wanted or any(value.numel() != 1 for value in values.values()):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from megatron_async.checkpoint.reading.files import FP8
 from megatron_async.checkpoint.reading.json_file import one_line
 from megatron_async.checkpoint.targets import Target
 from megatron_async.errors import CheckpointError
@@ -21,8 +22,7 @@ from megatron_async.errors import CheckpointError
 if TYPE_CHECKING:
     from megatron_async.checkpoint.reading.files import StoredTensor
 
-STORED = "F8_E4M3"
-"""In safetensors' words."""
+STORED = FP8
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 SUFFIXES = ("_scale_inv", "_scale")
 """Behind the name of a weight, that of its scales. Both are factors of it."""
@@ -203,8 +203,11 @@ def _scales_of(name: str, stored: Mapping[str, StoredTensor]) -> list[str]:
 
 
 def _check_plain(name: str, stored: Mapping[str, StoredTensor]) -> None:
-    """Raise where a weight of another dtype has scales."""
-    if name in stored and (scales := _scales_of(name, stored)):
+    """Raise where a weight of another dtype, or none, has scales."""
+    scales = _scales_of(name, stored)
+    if scales and name not in stored:
+        raise CheckpointError(f"{stored[scales[0]].file}: has {scales[0]}, and {name} is missing")
+    if scales:
         file, _, dtype = stored[name]
         raise CheckpointError(
             f"{file}: {name} is {dtype} and has scales, {scales[0]}: store it as {STORED}, or "

@@ -1,5 +1,6 @@
 """Scales of activations that a checkpoint brings: an ``input_scale`` beside each weight of a model
-whose activations were quantized statically (compressed-tensors, ModelOpt, AutoFP8)."""
+whose activations were quantized statically (compressed-tensors, ModelOpt, AutoFP8), or an
+``activation_scale`` (transformers)."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from megatron_async.checkpoint.reading.json_file import read_json
 from megatron_async.errors import CheckpointError
 from megatron_async.models.quantized.activations import linears_in_e4m3
 
-SUFFIX = "input_scale"
+SUFFIXES = ("input_scale", "activation_scale")
 
 
 def read_input_scales(weights: SafetensorsWeights, model: Any) -> dict[str, Tensor] | None:
@@ -69,12 +70,16 @@ def _stored_parts(weights: SafetensorsWeights, model: Any) -> Iterator[tuple[str
 
 def _scale_of(name: str, stored: dict[str, StoredTensor]) -> str:
     """The name of the scale of a weight's inputs."""
-    scale = name.removesuffix("weight") + SUFFIX
-    if scale not in stored:
+    scale, other = (name.removesuffix("weight") + suffix for suffix in SUFFIXES)
+    if (scale in stored) == (other in stored):
+        fault = f"is missing, and {FIELD} says that activations are quantized statically"
+        if scale in stored:
+            fault = f"and {other} are there, of which one is to be"
         raise CheckpointError(
-            f"{stored[name].file}: {scale} is missing, and {FIELD} says that activations are "
-            "quantized statically; quantize the model again, or leave quantize_activations out"
+            f"{stored[name].file}: {scale} {fault}; quantize the model again, or leave "
+            "quantize_activations out"
         )
+    scale = scale if scale in stored else other
     file, shape, dtype = stored[scale]
     if dtype not in SCALE_DTYPES or shape not in ((), (1,), (1, 1)):
         raise CheckpointError(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.checkpoint.quantized.fp8 import Fp8Target
-from megatron_async.checkpoint.quantized.packed import kept_target
+from megatron_async.checkpoint.quantized.packed import check_scales, kept_target
 from megatron_async.checkpoint.reading.files import SafetensorsWeights
 from megatron_async.checkpoint.targets import Target
 from megatron_async.errors import CheckpointError
@@ -176,7 +176,7 @@ def with_kept(targets: Names, model: Any) -> Names | dict[str, Target]:
         at = target.view.data_ptr()
         layer = layers[max(span for span in spans if span[0] <= at)[1]]
         if is_packed(target.view):
-            found[name] = kept_target(target, layer)
+            found[name] = kept_target(target, layer, served)
             continue
         scales = scales_at(target.view, layer.weight, layer.weight_scale)
         assert scales is not None, f"{name}: parts of rows were to be kept"
@@ -187,9 +187,12 @@ def with_kept(targets: Names, model: Any) -> Names | dict[str, Target]:
 
 
 def check_products(where: str, model: Any) -> None:
-    """Raises CheckpointError, which begins with ``where``, if a layer of ``model`` keeps e4m3 with
-    scales so large that products with them may be infinite."""
+    """Raises CheckpointError, which begins with ``where``, if a layer of ``model`` keeps e4m3 or
+    MXFP4 with scales so large that products with them may be infinite."""
     for name, layer in quantized(model).items():
+        if is_packed(layer.weight):
+            served = model.config.params_dtype
+            check_scales(f"{where}: {name}.weight_scale", layer.weight_scale, served)
         if layer.weight.dtype == E4M3:
             _check_products(
                 f"{where}: {name}.weight", layer.weight_scale, model.config.params_dtype

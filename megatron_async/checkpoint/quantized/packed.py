@@ -18,12 +18,18 @@ from torch import Tensor
 from megatron_async.checkpoint.quantized.mxfp4 import BLOCK, Kind, Mxfp4Target
 from megatron_async.checkpoint.reading.files import SafetensorsWeights
 from megatron_async.checkpoint.targets import Target
+from megatron_async.errors import CheckpointError
 from megatron_async.kernels.moe.mxfp4 import arrange, pack
 from megatron_async.models.quantized import linear, mxfp4
 from megatron_async.models.quantized.linear import quantizable
 from megatron_async.models.quantized.values import meant_shape
 
 logger = logging.getLogger(__name__)
+
+LARGEST = 6.0
+"""The largest number of MXFP4."""
+BIAS = 127
+"""Of scales' exponents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +40,18 @@ class PackedTarget(Target):
     Args:
         kind: which of the two. ``view`` is of these alone.
         first: see :class:`~.mxfp4.Mxfp4Target`.
+        served: what numbers are multiplied out to.
     """
 
     kind: Kind
     first: int
+    served: torch.dtype = torch.float32
     dtypes: ClassVar[tuple[str, ...]] = ("U8",)
+
+    def check(self, name: str, stored: Tensor) -> None:
+        """Raises CheckpointError if products with scales may be infinite."""
+        if self.kind == "scales":
+            check_scales(name, stored, self.served)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -107,14 +120,24 @@ class PackingTarget(Target):
             yield view, scales, of_expert.to(view.device)
 
 
-def kept_target(target: Target, layer: Any) -> Target:
+def check_scales(name: str, scales: Tensor, served: torch.dtype) -> None:
+    """Raises CheckpointError if one of ``scales``, uint8, makes 6 infinite in ``served``."""
+    largest = int(scales.max()) if scales.numel() else 0
+    if not bool(torch.tensor(LARGEST * 2.0 ** (largest - BIAS)).to(served).isfinite()):
+        raise CheckpointError(
+            f"{name}: a scale of 2^{largest - BIAS} makes numbers of up to {LARGEST:g} infinite as "
+            f"{str(served).removeprefix('torch.')}; quantize the model again"
+        )
+
+
+def kept_target(target: Target, layer: Any, served: torch.dtype) -> Target:
     """``target``, whose view is of a layer that keeps MXFP4, with the layer's scales."""
     scales = mxfp4.scales_at(target.view, layer.weight, layer.weight_scale)
     if isinstance(target, Mxfp4Target):
         view = scales if target.kind == "scales" else target.view
         return PackedTarget(
-            view, target.shape, target.select, kind=target.kind, first=target.first
-        )  # fmt: skip
+            view, target.shape, target.select, kind=target.kind, first=target.first, served=served
+        )
     return PackingTarget(target.view, target.shape, target.select, scales=scales)
 
 

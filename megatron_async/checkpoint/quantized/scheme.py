@@ -34,7 +34,7 @@ _COMPRESSED = FieldUses.of(
     "quant_method config_groups sparsity_config",
     "ignore kv_cache_scheme version global_compression_ratio quantization_status run_compressed "
     "dequantize",
-    format=("float-quantized", "naive-quantized", "mixed-precision"),
+    format=("float-quantized", "naive-quantized", "mixed-precision", "dense"),
     transform_config=({},),
 )
 _GROUP = FieldUses.of(
@@ -55,6 +55,7 @@ _MODELOPT = FieldUses.of(
     "kv_cache_quant_algo kv_cache_scheme exclude_modules ignore producer quantized_layers",
     group_size=(BLOCK[1],),
 )
+_OF_CACHES = ("kv_cache_quant_algo", "kv_cache_scheme")
 _STRATEGIES = ("tensor", "channel", "block")
 _ALGORITHMS = {"FP8": None, "FP8_PER_CHANNEL_PER_TOKEN": None, "FP8_PB_WO": BLOCK}
 
@@ -105,9 +106,9 @@ def with_scales(
         CheckpointError: see :func:`scheme_of` and :func:`~.fp8.fp8_targets`.
     """
     scheme = read_scheme(weights.directory, values)
-    if scheme is None:
-        return weights
-    targets = fp8_targets(weights.targets, stored, scheme.block)
+    targets = weights.targets
+    if scheme is not None:
+        targets = fp8_targets(targets, stored, scheme.block)
     return replace(weights, targets=targets, ignore=or_scales_of(weights.ignore))
 
 
@@ -117,8 +118,9 @@ def knows(found: Any) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(method, str) and method in METHODS
 
 
-def scheme_of(found: Mapping[str, Any]) -> Fp8Scheme:
-    """What a ``quantization_config`` that :func:`knows` says.
+def scheme_of(found: Mapping[str, Any]) -> Fp8Scheme | None:
+    """What a ``quantization_config`` that :func:`knows` says; None if it quantizes the KV cache
+    alone.
 
     Raises:
         CheckpointError: it asks for another format of weights than FP8 (e4m3) with scales by
@@ -134,31 +136,38 @@ def _fp8(found: Mapping[str, Any]) -> Fp8Scheme:
     return Fp8Scheme(block, found.get("activation_scheme") == "static")
 
 
-def _compressed_tensors(found: Mapping[str, Any]) -> Fp8Scheme:
+def _compressed_tensors(found: Mapping[str, Any]) -> Fp8Scheme | None:
     _COMPRESSED.check(found, of=FIELD)
     sparsity = found.get("sparsity_config") or {"format": "dense"}
     if not isinstance(sparsity, dict) or sparsity.get("format") != "dense":
         raise _unsupported("sparsity_config", sparsity, "null, or format 'dense'")
-    return _of_groups(found.get("config_groups"))
+    groups = found.get("config_groups")
+    if not groups and isinstance(found.get("kv_cache_scheme"), dict):
+        return None
+    return _of_groups(groups)
 
 
-def _modelopt(found: Mapping[str, Any]) -> Fp8Scheme:
+def _modelopt(found: Mapping[str, Any]) -> Fp8Scheme | None:
     inner = found.get("quantization")  # as in its own file
     if isinstance(inner, dict):
         found = inner
     _MODELOPT.check(found, of=FIELD)
     algorithm = found.get("quant_algo")
+    if algorithm is None and any(found.get(name) is not None for name in _OF_CACHES):
+        return None
     if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
         raise _unsupported("quant_algo", algorithm, ", ".join(_ALGORITHMS))
     return Fp8Scheme(_ALGORITHMS[algorithm], algorithm == "FP8")
 
 
-def _of_groups(groups: Any) -> Fp8Scheme:
+def _of_groups(groups: Any) -> Fp8Scheme | None:
     if not isinstance(groups, dict) or not groups:
         raise _unsupported("config_groups", groups, "an object of groups")
     blocks: set[tuple[int, int] | None] = set()
     static: set[bool] = set()
     for name, group in groups.items():
+        if _is_of_activations(group):
+            continue
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(weights, dict):
             raise _unsupported(f"config_groups.{name}", group, "an object with weights")
@@ -173,7 +182,16 @@ def _of_groups(groups: Any) -> Fp8Scheme:
         static.add(isinstance(inputs, dict) and inputs.get("dynamic") is False)
     if len(blocks) > 1:
         raise _unsupported("config_groups", groups, "groups of one block_structure")
+    if not blocks:
+        return None
     return Fp8Scheme(blocks.pop(), static.pop() if len(static) == 1 else None)
+
+
+def _is_of_activations(group: Any) -> bool:
+    """Whether a group, such as one of attention, quantizes nothing that is stored."""
+    if not isinstance(group, dict) or group.get("weights") is not None:
+        return False
+    return isinstance(group.get("input_activations"), dict)
 
 
 def _block_of(name: str, value: Any) -> tuple[int, int] | None:
@@ -197,7 +215,7 @@ def _unsupported(name: str, value: Any, supported: str) -> CheckpointError:
     )
 
 
-METHODS: dict[str, Callable[[Mapping[str, Any]], Fp8Scheme]] = {
+METHODS: dict[str, Callable[[Mapping[str, Any]], Fp8Scheme | None]] = {
     "fp8": _fp8,
     "compressed-tensors": _compressed_tensors,
     "modelopt": _modelopt,

@@ -21,6 +21,8 @@ from megatron_async.models.description.config import ModelConfig
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MOST_INDEX_BYTES = 2**27
+FP8 = "F8_E4M3"
+"""In safetensors' words."""
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -224,9 +226,15 @@ def _check_headers(
                 f"{file}: {name} has shape {list(shape)}, expected {list(target.shape)}"
             )
         if dtype not in target.dtypes:
-            raise CheckpointError(
-                f"{file}: {name} has dtype {dtype}; supported are {', '.join(target.dtypes)}"
-            )
+            fault = f"{name} has dtype {dtype}; supported are {', '.join(target.dtypes)}"
+            if name in copies:
+                fault += (
+                    f", as {copies[name]} has it, to which config.json ties it: leave it out, or "
+                    "set tie_word_embeddings to false"
+                )
+            elif dtype == FP8:
+                fault += "; FP8 is read where quantization_config says so, in config.json"
+            raise CheckpointError(f"{file}: {fault}")
     missing = (set(targets) | promised) - seen
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

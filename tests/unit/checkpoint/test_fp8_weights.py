@@ -186,7 +186,7 @@ def test_plain_weights_in_fp8_are_refused(plain: Path, tmp_path: Path) -> None:
         ({**DEEPSEEK, "weight_block_size": [0, 128]}, "weight_block_size=.* two sizes"),
         ({**DEEPSEEK, "weight_block_size": "128"}, "weight_block_size='128'.* two sizes"),
         ({**MODELOPT, "quant_algo": "NVFP4"}, "quant_algo='NVFP4' is not supported.*FP8"),
-        ({**MODELOPT, "quant_algo": None}, "quant_algo=None is not supported"),
+        ({"quant_method": "modelopt", "quant_algo": None}, "quant_algo=None is not supported"),
         ({**compressed("tensor"), "format": "pack-quantized"}, "format='pack-quantized' is not"),
         ({**compressed("tensor"), "config_groups": {}}, "config_groups={} is not supported"),
         ({**compressed("tensor"), "config_groups": {"a": 1}}, "config_groups.a=1 is not supported"),
