@@ -14,6 +14,8 @@ from torch import Tensor
 
 from megatron_async.checkpoint.quantized.fp8 import check_scale, read_tensors
 from megatron_async.checkpoint.targets import Stage
+from megatron_async.errors import CheckpointError
+from megatron_async.kernels.attention.e4m3_cache import MOST_BITS
 
 if TYPE_CHECKING:
     from megatron_async.checkpoint.reading.files import StoredTensor
@@ -26,6 +28,15 @@ _NAME = re.compile(
 )
 
 
+def _check_range(name: str, scale: Tensor) -> None:
+    wide = scale.float()
+    if bool(((wide < 2.0**-MOST_BITS) | (wide > 2.0**MOST_BITS)).any()):
+        raise CheckpointError(
+            f"{name} has scales from {float(wide.min()):g} to {float(wide.max()):g}; those of keys "
+            f"and values are from 2^-{MOST_BITS} to 2^{MOST_BITS}: quantize the model again"
+        )
+
+
 def read_cache_scales(
     stored: Mapping[str, StoredTensor], layers: int, stage: Stage
 ) -> Tensor | None:
@@ -36,7 +47,8 @@ def read_cache_scales(
         layers: of the whole model.
 
     Raises:
-        CheckpointError: one is zero, negative, subnormal or not finite.
+        CheckpointError: one is zero, negative, subnormal or not finite, or is none that keys and
+            values can have.
     """
     names: dict[tuple[int, int], str] = {}
     twice = False
@@ -53,6 +65,7 @@ def read_cache_scales(
     values = read_tensors(dict.fromkeys(names.values()), stored)
     for name, value in values.items():
         check_scale(name, value)
+        _check_range(name, value)
     if twice or names.keys() != wanted or any(value.numel() != 1 for value in values.values()):
         logger.warning(
             "%s has scales of keys and values, such as %s, but not one of each for each of its %d "

@@ -14,6 +14,8 @@ from torch import Tensor
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 NAN = 0x7F
+MOST_BITS = 60
+"""Of the exponent of a scale, in either direction."""
 ROOM = 2.0
 """How much larger than the largest that scales are chosen by a later number may be."""
 
@@ -28,7 +30,7 @@ def scales_of(largest: Tensor) -> Tensor:
 
 def nearest_above(scale: Tensor) -> Tensor:
     """Fp32 powers of two that are no smaller than positive ``scale``."""
-    return scale.float().log2().ceil().clamp(-60, 60).exp2()
+    return scale.float().log2().ceil().clamp(-MOST_BITS, MOST_BITS).exp2()
 
 
 def encode(x: Tensor, scale: Tensor) -> Tensor:

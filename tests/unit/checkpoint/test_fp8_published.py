@@ -203,6 +203,19 @@ def test_a_scale_for_both_and_another_are_left_unread(
     assert "not one of each for each of its 2 layers" in caplog.text
 
 
+@pytest.mark.parametrize("value", (1e30, 1e-30))
+def test_scales_that_no_keys_have_are_refused(value: float, plain: Path, tmp_path: Path) -> None:
+    """They became the largest or the smallest power of two that is a scale, and keys 0 or 448."""
+
+    def change(stored: dict[str, Tensor]) -> None:
+        cached("model.layers.{}.self_attn.{}_scale")(stored)
+        stored["model.layers.1.self_attn.k_scale"] = torch.tensor(value)
+
+    path = publish(tmp_path, plain, MODELOPT, by_tensor, change=change)
+    with pytest.raises(CheckpointError, match=r"1.self_attn.k_scale has scales from .* 2\^60: qua"):
+        load_pretrained(path)
+
+
 ATTENTION = {"targets": ["re:.*self_attn$"], "weights": None, "input_activations": CACHE}
 COMPRESSED = {"quant_method": "compressed-tensors", "quantization_status": "compressed"}
 CACHES: dict[str, dict[str, Any] | None] = {
