@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 LARGEST = 6.0
 """The largest number of MXFP4."""
 BIAS = 127
-"""Of scales' exponents."""
+"""What is added to the exponents of scales."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -141,10 +141,8 @@ class DecodeLoop:
         if self.suspended:
             self._publish_events()
             return
-        if self._logging_interval or self._scheduler.table.guided:
+        if self._logging_interval or self._scheduler.table.guided or self._new_scales is not None:
             self._before_plan()
-        if self._new_scales is not None:
-            self._choose_scales()
         plan = self._plan()
         self._publish_events()
         if plan is not None:
@@ -193,12 +191,15 @@ class DecodeLoop:
             )
 
     def _before_plan(self) -> None:
-        """What is not needed in every step: the log, and what guides requests.
+        """What is not needed in every step: scales for new weights, the log, and what guides
+        requests.
 
         The S that the next launch brings needs all tokens before those of a guided request, so what
         the step stands on whose logits it samples is committed. Its forward goes on. Of rows that
         sit launches out these tokens are committed as a rule.
         """
+        if self._new_scales is not None:
+            self._choose_scales()
         if self._logging_interval:
             self._log_step()
         if not self._scheduler.table.guided:

@@ -15,7 +15,7 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 NAN = 0x7F
 MOST_BITS = 60
-"""Of the exponent of a scale, in either direction."""
+"""The most that the exponent of a scale may be, in either direction."""
 ROOM = 2.0
 """How much larger than the largest that scales are chosen by a later number may be."""
 
