@@ -130,7 +130,12 @@ class DecoderLayer(TransformerLayer):  # type: ignore[misc]
             self.input_layernorm(hidden), inference_context=context
         )
         hidden = norm.add(attended, bias, hidden)
-        output, bias = self.mlp(norm(hidden), **mask)
+        normed = norm(hidden)
+        inner = None if context.batch_invariant else _swiglu_of_many(self.mlp, normed)
+        if inner is None:
+            output, bias = self.mlp(normed, **mask)
+        else:
+            output, bias = self.mlp.linear_fc2(inner)
         next_norm = self.__dict__.get("next_norm")
         if isinstance(next_norm, Norm):
             return next_norm.add(output, bias, hidden), None
@@ -186,6 +191,15 @@ def _product_with_swiglu(mlp: Any, x: Tensor) -> Tensor | None:
     from megatron_async.kernels.gemm.invariant.mode import linear_swiglu
 
     return linear_swiglu(x, mlp.linear_fc1.weight) if multiplies_with_swiglu(mlp) else None
+
+
+def _swiglu_of_many(mlp: Any, x: Tensor) -> Tensor | None:
+    """The same in steps of many rows, whose sums have no one order."""
+    if not multiplies_with_swiglu(mlp) or _watched(mlp):
+        return None
+    from megatron_async.kernels.gemm.gated import swiglu_of_many
+
+    return swiglu_of_many(x, mlp.linear_fc1.weight)
 
 
 def multiplies_with_swiglu(mlp: Any) -> bool:

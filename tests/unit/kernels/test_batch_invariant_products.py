@@ -249,10 +249,15 @@ def test_interpreted_swiglu_of_a_product_is_that_of_its_numbers(
     expected = swiglu(products.matmul_by_row(x, weight.t()))
     assert torch.equal(gated.gated_by_row(x, weight.t()), expected)
     assert torch.equal(gated.gated_by_row(x[None, 5:6], weight.t()), expected[None, 5:6])
-    for module in (gated, products):
-        monkeypatch.setattr(module, "is_wide", lambda a, b: True)
-    monkeypatch.setattr(products, "multiprocessors", lambda device: 2)
-    assert torch.equal(gated.gated_by_row(x, weight.t()), expected)
+    for takes_gate in (False, True):
+
+        def is_wide(a: Tensor, b: Tensor, *, gated: bool = False, takes: bool = takes_gate) -> bool:
+            return takes or not gated
+
+        for module in (gated, products):
+            monkeypatch.setattr(module, "is_wide", is_wide)
+            monkeypatch.setattr(module, "multiprocessors", lambda device: 2)
+        assert torch.equal(gated.gated_by_row(x, weight.t()), expected)
 
 
 def check_norm_of_segments(device: str, dtype: torch.dtype, rows: int, hidden: int) -> None:

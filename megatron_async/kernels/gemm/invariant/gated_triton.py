@@ -23,10 +23,12 @@ from megatron_async.kernels.gemm.invariant.products_triton import (
     is_wide,
     lines_ahead,
     matmul_by_row,
+    multiprocessors,
     segments_of,
     smaller,
 )
 from megatron_async.kernels.gemm.invariant.sums_triton import prefetch
+from megatron_async.kernels.gemm.invariant.wide_triton import wide_gated_product
 from megatron_async.kernels.norm.swiglu import gated, swiglu
 from megatron_async.kernels.pdl import pdl_enter, uses_pdl
 
@@ -95,8 +97,11 @@ def gated_by_row(a: Tensor, b: Tensor) -> Tensor:
     :func:`takes_gated` takes: ``[..., F]``."""
     depth, columns = b.shape[0], b.shape[1] // 2
     flat = a.reshape(-1, depth).contiguous()
-    if is_wide(flat, b):  # its largest tile has half the columns of a fused one's
-        return swiglu(matmul_by_row(a, b))
+    if is_wide(flat, b):
+        if not is_wide(flat, b, gated=True):
+            return swiglu(matmul_by_row(a, b))
+        out = wide_gated_product(flat, b, multiprocessors(a.device))
+        return out.view(*a.shape[:-1], columns)
     rows, pdl = flat.shape[0], uses_pdl(a.device)
     of_few = skinny.multiply(flat, b.t(), 1, gated=True)
     if of_few is not None:

@@ -41,6 +41,7 @@ from megatron_async.kernels.gemm.invariant.wide_triton import (
     BLOCK_M,
     takes,
     tiles,
+    wide_gated_product,
     wide_product,
 )
 from megatron_async.kernels.pdl import pdl_enter, uses_pdl
@@ -131,6 +132,8 @@ _same: dict[tuple[torch.device, torch.dtype], tuple[Tile, ...]] = {}
 """Tiles of a device that have the bits of ``HALF_TILE`` there."""
 _wide: set[tuple[torch.device, torch.dtype]] = set()
 """Where the widest tiles have these bits, too."""
+_wide_gated: set[tuple[torch.device, torch.dtype]] = set()
+"""And where they have those of SwiGLU behind a product."""
 
 
 def find_tiles(device: torch.device, dtype: torch.dtype) -> None:
@@ -158,6 +161,8 @@ def find_tiles(device: torch.device, dtype: torch.dtype) -> None:
     _same[device, dtype] = tuple(same)
     if has_async_products(limit) and _is_wide_same(values):
         _wide.add((device, dtype))
+        if _is_wide_gated_same(values):
+            _wide_gated.add((device, dtype))
     if dtype is torch.bfloat16:
         other = skinny.find_products(device, values, _expected_of_few)
         if other is not None:
@@ -178,6 +183,22 @@ def _is_wide_same(values: Callable[..., Tensor]) -> bool:
         if not torch.equal(wide, product(a, b, None, HALF_TILE)):
             logger.warning("products by TMA have other bits on this GPU: they are not used")
             return False
+    return True
+
+
+def _is_wide_gated_same(values: Callable[..., Tensor]) -> bool:
+    """Whether SwiGLU in products of the widest tiles has the bits of one behind them."""
+    from megatron_async.kernels.norm.swiglu import swiglu
+
+    a, b = values(300, 1024) / 64, values(520, 1024).t()
+    try:
+        wide = wide_gated_product(a, b, 2)
+    except (RuntimeError, OutOfResources, triton.CompilationError) as error:
+        logger.warning("products by TMA with SwiGLU do not run on this GPU: %s", error)
+        return False
+    if not torch.equal(wide, swiglu(product(a, b, None, HALF_TILE))):
+        logger.warning("SwiGLU in products by TMA has other bits on this GPU: it is not used")
+        return False
     return True
 
 
@@ -310,12 +331,12 @@ def lines_ahead(a: Tensor, b: Tensor, tile: Tile) -> int:
     return max(1, PREFETCHED // (128 * tile.n))
 
 
-def is_wide(a: Tensor, b: Tensor) -> bool:
-    """Whether a contiguous ``[rows, K]`` by ``b`` has the widest tiles: 5 for 6 multiprocessors or
-    more."""
+def is_wide(a: Tensor, b: Tensor, *, gated: bool = False) -> bool:
+    """Whether a contiguous ``[rows, K]`` by ``b`` has the widest tiles, 5 for 6 multiprocessors or
+    more; with ``gated`` whether these have SwiGLU, too."""
     rows = a.shape[0]
     return (
-        (a.device, a.dtype) in _wide
+        (a.device, a.dtype) in (_wide_gated if gated else _wide)
         and rows > BLOCK_M
         and 6 * tiles(rows, b.shape[1]) >= 5 * multiprocessors(a.device)
         and takes(a, b)

@@ -1,0 +1,76 @@
+"""SwiGLU in the product in front of it, of many rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_async.kernels.gemm import gated
+
+try:
+    from megatron_async.kernels.gemm.invariant import wide_triton
+except ImportError:
+    wide_triton = None  # type: ignore[assignment]
+
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a GPU with wgmma",
+)
+
+
+def test_what_no_kernel_takes_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU all; on a GPU few rows, other dtypes, an odd number of columns, and other GPUs."""
+    x, weight = torch.zeros(gated.LEAST_ROWS, 16).bfloat16(), torch.zeros(6, 16).bfloat16()
+    assert gated.swiglu_of_many(x, weight) is None
+    meta = x.to("meta")
+
+    class OnGpu(torch.Tensor):
+        device = torch.device("cuda", 0)  # type: ignore[assignment]
+
+    def asked(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+        return gated.swiglu_of_many(x.as_subclass(OnGpu), weight)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(gated.cuda, "has_wgmma", lambda index: True)
+    assert asked(meta[1:], weight) is None
+    assert asked(meta.float(), weight.float()) is None
+    assert asked(meta, weight.half()) is None
+    assert asked(meta, weight[1:]) is None
+    monkeypatch.setattr(gated.cuda, "has_wgmma", lambda index: False)
+    assert asked(meta, weight) is None
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("columns", (28672, 6144, 4100))
+def test_it_is_that_of_the_product(columns: int, dtype: torch.dtype) -> None:
+    """Beside float64; the last tiles have rows and columns that are not there."""
+    generator = torch.Generator("cuda").manual_seed(5)
+    x = torch.randn(1, 4101, 512, generator=generator, device="cuda").to(dtype)
+    weight = torch.randn(columns, 512, generator=generator, device="cuda").to(dtype) / 16
+    out = gated.swiglu_of_many(x, weight)
+    assert out is not None and out.shape == (1, 4101, columns // 2) and out.dtype is dtype
+    exact = F.linear(x.double(), weight.double())
+    gate, up = exact.to(dtype).double().chunk(2, dim=-1)
+    expected = F.silu(gate) * up
+    error = float((out.double() - expected).norm() / expected.norm())
+    assert error < 4 * torch.finfo(dtype).eps
+    assert gated.swiglu_of_many(x[:, : gated.LEAST_ROWS - 1], weight) is None
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_it_is_captured_and_reads_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(gated.LEAST_ROWS, 256, device="cuda").bfloat16()
+    weight = torch.randn(8192, 256, device="cuda").bfloat16()
+    gated.swiglu_of_many(x, weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = gated.swiglu_of_many(x, weight)
+    for _ in range(2):
+        x.normal_()
+        weight.normal_()
+        graph.replay()
+        found = gated.swiglu_of_many(x, weight)
+        assert out is not None and found is not None and torch.equal(out, found)
