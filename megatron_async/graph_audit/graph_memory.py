@@ -170,5 +170,16 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[Any]:
     for value in values:
         if isinstance(value, list | tuple):
             yield from _tensors_in(value)
-        elif isinstance(value, (Tensor, Descriptor)):
+        elif isinstance(value, Tensor) or _is_descriptor(type(value), value):
             yield value
+
+
+_descriptors: dict[type, bool] = {}
+"""Kinds of values that were looked at: each is asked once, since all arguments are."""
+
+
+def _is_descriptor(kind: type, value: Any) -> bool:
+    found = _descriptors.get(kind)
+    if found is None:
+        found = _descriptors[kind] = isinstance(value, Descriptor)
+    return found
