@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from megatron_async.kernels.gemm import gated
+from megatron_async.models import spec
+from megatron_async.models.build import build_model
+from megatron_async.models.description.config import ModelConfig
+from tests.support.compiled_kernels import HOPPER, LIMIT_OF, compiles, compiling_for
 
 try:
     from megatron_async.kernels.gemm.invariant import wide_triton
@@ -38,6 +44,45 @@ def test_what_no_kernel_takes_is_left_to_others(monkeypatch: pytest.MonkeyPatch)
     assert asked(meta, weight[1:]) is None
     monkeypatch.setattr(gated.cuda, "has_wgmma", lambda index: False)
     assert asked(meta, weight) is None
+
+
+@torch.inference_mode()
+def test_a_layer_takes_it_where_nobody_watches_its_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where they compute nothing else: no bias, no other activation, no numbers in FP8."""
+    monkeypatch.setattr(gated, "swiglu_of_many", in_torch)
+    config = ModelConfig(
+        num_layers=1, hidden_size=48, num_attention_heads=3, num_kv_heads=3, head_dim=16,
+        ffn_hidden_size=80, vocab_size=7, max_sequence_length=64,
+    )  # fmt: skip
+    mlp = build_model(config, device="cpu", dtype=torch.float32).decoder.layers[0].mlp
+    x = torch.randn(9, 1, 48)
+    inner = spec._swiglu_of_many(mlp, x)
+    assert inner is not None
+    torch.testing.assert_close(mlp.linear_fc2(inner)[0], mlp(x)[0])
+    for module in (mlp, mlp.linear_fc1, mlp.activation_func):
+        for register in (module.register_forward_hook, module.register_forward_pre_hook):
+            handle = register(lambda *_: None)
+            assert spec._swiglu_of_many(mlp, x) is None
+            handle.remove()
+    mlp.activation_func.__dict__["feeds"] = mlp.linear_fc2
+    assert spec._swiglu_of_many(mlp, x) is None
+    for other in ({"activation": "geglu"}, {"mlp_bias": True}):
+        model = build_model(replace(config, **other), device="cpu", dtype=torch.float32)
+        assert spec._swiglu_of_many(model.decoder.layers[0].mlp, x) is None
+
+
+def in_torch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    gate, up = F.linear(x, weight).float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(x.dtype)
+
+
+@compiles
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_it_fits_a_block_of_hopper_and_multiplies_by_wgmma(dtype: torch.dtype) -> None:
+    x, weight = torch.empty(300, 1024, dtype=dtype), torch.empty(1032, 1024, dtype=dtype)
+    with compiling_for(HOPPER) as found:
+        wide_triton.wide_gated_product(x, weight.t(), 132)
+    assert found[0].shared <= LIMIT_OF[HOPPER] and "wgmma.mma_async" in found[0].ptx
 
 
 @pytest.mark.gpu
