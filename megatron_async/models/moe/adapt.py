@@ -34,6 +34,18 @@ _REQUIRED: tuple[tuple[str, Any, str], ...] = (
     ("moe_apply_probs_on_input", False, "weight the experts' outputs"),
     ("moe_shared_expert_overlap", False, "build the model without the overlap"),
     ("moe_router_force_load_balancing", False, "turn it off: its routing is random"),
+    (
+        "moe_input_jitter_eps",
+        None,
+        "set it to None while the engine is built: megatron-core's evaluation adds noise too, and "
+        "the engine none",
+    ),
+    (
+        "moe_expert_capacity_factor",
+        None,
+        "set it to None while the engine is built: megatron-core's evaluation drops tokens too, "
+        "and the engine none",
+    ),
 )
 _FUNCTIONS = {
     F.silu: "silu",
@@ -142,7 +154,22 @@ def check_experts(layer: Any) -> None:
             f"layer {layer.layer_number} has {type(experts).__name__}: build its experts with "
             "SequentialMLP or TEGroupedMLP"
         )
+    _check_groups(config)
     _activation(config)
+
+
+def _check_groups(config: Any) -> None:
+    """Groups are scored by one expert or more, and those that are kept have enough of them."""
+    kept, chosen = config.moe_router_group_topk, config.moe_router_topk
+    if not kept:
+        return
+    of_group = config.num_moe_experts // config.moe_router_num_groups
+    if not kept <= chosen <= kept * of_group:
+        raise ConfigError(
+            f"model config moe_router_topk={chosen} is not supported with "
+            f"moe_router_group_topk={kept}: choose from {kept} to {kept * of_group} experts, since "
+            f"each of the {kept} groups that are kept has {of_group}"
+        )
 
 
 def _check_ranks(config: Any) -> None:
@@ -254,9 +281,11 @@ def _activation(config: Any) -> ExpertActivation:
             f"model config activation_func={name} is not supported with experts: use one of "
             f"{', '.join(_FUNCTIONS.values())}"
         )
+    gated = config.gated_linear_unit
     return ExpertActivation(
         function=function,
-        gated=config.gated_linear_unit,
-        limit=getattr(config, "activation_func_clamp_value", None),
-        offset=getattr(config, "glu_linear_offset", 0.0) if config.gated_linear_unit else 0.0,
+        gated=gated,
+        # Without a gate megatron-core reads neither of them.
+        limit=getattr(config, "activation_func_clamp_value", None) if gated else None,
+        offset=getattr(config, "glu_linear_offset", 0.0) if gated else 0.0,
     )

@@ -19,7 +19,8 @@ _FUNCTIONS = {
 
 def router_settings(config: ModelConfig) -> RouterSettings:
     """How megatron-core routes with these fields; ``config`` has experts. It may be megatron's own,
-    which does not know groups by their largest score."""
+    which does not know groups by their largest score, and keeps all groups of a config that does
+    not say how many."""
     assert config.num_moe_experts is not None
     top_k, kept = config.moe_router_topk, config.moe_router_group_topk
     by_largest = getattr(config, "moe_router_group_max", False)
@@ -29,7 +30,7 @@ def router_settings(config: ModelConfig) -> RouterSettings:
         score_function=config.moe_router_score_function,
         pre_softmax=config.moe_router_pre_softmax,
         normalize=config.moe_router_score_function == SIGMOID and top_k > 1,
-        num_groups=config.moe_router_num_groups or 1,
+        num_groups=(config.moe_router_num_groups or 1) if kept else 1,
         kept_groups=kept or 1,
         group_score_experts=top_k // kept if kept and not by_largest else 1,
         scaling_factor=config.moe_router_topk_scaling_factor or 1.0,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -135,11 +137,13 @@ def replaced(router: str) -> ModelConfig:
     return dataclasses.replace(CONFIG, **ROUTERS[router])
 
 
-def stock_model(config: ModelConfig) -> Any:
-    """A model that a megatron-core user has built."""
+def stock_model(config: ModelConfig, fields: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """A model that a megatron-core user has built, with other ``fields`` of megatron's config."""
     compat.ensure_parallel_state()
     megatron = transformer_config(config, torch.float32, "cpu")
     megatron.use_te_activation_func = False
+    for name, value in fields.items():
+        setattr(megatron, name, value)
     spec = get_gpt_decoder_block_spec(megatron, False, normalization="RMSNorm")
     torch.manual_seed(4)
     model = MegatronGPTModel(
@@ -174,6 +178,28 @@ def test_layers_of_a_given_model_choose_experts_as_megatrons_do(router: str) -> 
     adapt_model(model)
     for layer, wanted in zip(model.decoder.layers, expected, strict=True):
         torch.testing.assert_close(layer.mlp(hidden)[0], wanted, atol=2e-5, rtol=1e-4)
+
+
+OF_MEGATRON: dict[str, dict[str, Any]] = {
+    "groups of which all are kept": {"moe_router_num_groups": 4, "moe_router_group_topk": None},
+    "a clamp without a gate": {
+        "gated_linear_unit": False,
+        "activation_func": torch.nn.functional.gelu,
+        "activation_func_clamp_value": 0.01,
+    },
+}
+"""Fields that our own config refuses, or does not have."""
+
+
+@pytest.mark.parametrize("fields", OF_MEGATRON)
+@torch.no_grad()
+def test_layers_of_a_given_model_read_fields_as_megatrons_do(fields: str) -> None:
+    changes = {"moe_shared_expert_gate": False, "moe_shared_expert_intermediate_size": None}
+    model = stock_model(changed(num_layers=1, moe_layer_freq=None, **changes), OF_MEGATRON[fields])
+    (layer,), hidden = model.decoder.layers, torch.randn(11, 1, 64)
+    expected = layer.mlp(hidden)[0]
+    adapt_model(model)
+    torch.testing.assert_close(layer.mlp(hidden)[0], expected, atol=2e-5, rtol=1e-4)
 
 
 @torch.no_grad()
@@ -214,6 +240,12 @@ def test_layers_of_a_given_model_compute_the_same_without_reading_on_the_host(
         ({"moe_router_load_balancing_type": ["sinkhorn"]}, "'sinkhorn' is not supported"),
         ({"moe_apply_probs_on_input": True}, "moe_apply_probs_on_input=True is not supported"),
         ({"expert_model_parallel_size": 2}, "without expert parallelism"),
+        ({"moe_input_jitter_eps": 0.1}, "moe_input_jitter_eps=0.1 is not .*set it to None while"),
+        ({"moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor=1.0 is not .*set it to"),
+        (
+            {"moe_router_num_groups": 4, "moe_router_group_topk": 3, "moe_router_topk": 2},
+            "moe_router_topk=2 is not .*moe_router_group_topk=3: choose from 3 to 6 experts",
+        ),
         ({"activation_func": torch.tanh}, "activation_func=tanh is not supported with experts"),
     ],
 )
