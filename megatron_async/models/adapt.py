@@ -267,7 +267,9 @@ def _limit(attention: Any, config: Any) -> None:
     """
     number = attention.layer_number
     skipped = getattr(config, "no_rope_freq", None)
-    if isinstance(skipped, list) and number <= len(skipped) and skipped[number - 1]:
+    has_latents = config.multi_latent_attention  # which megatron-core rotates in each layer
+    listed = isinstance(skipped, list) and number <= len(skipped) and skipped[number - 1]
+    if listed and not has_latents:
         attention.attach(None)
     window = getattr(config, "window_size", None)
     frequency = getattr(config, "window_attn_skip_freq", None)

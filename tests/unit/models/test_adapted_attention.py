@@ -31,6 +31,9 @@ STOCK: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 16,
     },
     "latents-rope": {**LATENTS, "q_lora_rank": None, "rope_type": "rope"},
+    "latents-rotated-in-all-layers": {
+        **LATENTS, "q_lora_rank": None, "rope_type": "rope", "no_rope_freq": [1, 0],
+    },
     "sinks": {"softmax_type": "learnable"},
     "one-more-in-the-sum": {"softmax_type": "off-by-one"},
 }  # fmt: skip
