@@ -76,6 +76,8 @@ def adapt_model(model: Any) -> GPTModel:
     attending = [layer for layer in layers if _attends(layer)]
     for place, layer in enumerate(attending):
         attention = layer.self_attention
+        if isinstance(attention, MLASelfAttention):
+            attention.given_scale = float(attention.softmax_scale)
         attention.__class__ = _OURS[type(attention)]
         attention.cache_layer = place
     for layer in layers:

@@ -34,7 +34,13 @@ class PagedLatentAttention(PagedAttention, LatentAttention):  # type: ignore[mis
     Projections and norms are megatron's: ``linear_q_proj``, or ``linear_q_down_proj``,
     ``q_layernorm`` and ``linear_q_up_proj``; ``linear_kv_down_proj``, ``kv_layernorm``,
     ``linear_kv_up_proj``; ``linear_proj``. Rotated pairs are neighbours, as in its checkpoints.
+
+    Attributes:
+        given_scale: of a model that its user has built, what megatron multiplies scores by: it
+            knows of YaRN, and reads no ``softmax_scale``. None where we build.
     """
+
+    given_scale: float | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -43,7 +49,8 @@ class PagedLatentAttention(PagedAttention, LatentAttention):  # type: ignore[mis
                 defer(self._modules[name], self.config)
 
     def _scale(self) -> float:
-        # megatron's own, of a model that somebody else has built, knows of YaRN.
+        if self.given_scale is not None:
+            return self.given_scale
         own = getattr(self, "softmax_scale", 1 / math.sqrt(self.q_head_dim))
         return float(own if self.config.softmax_scale is None else self.config.softmax_scale)
 

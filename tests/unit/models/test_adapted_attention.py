@@ -31,6 +31,9 @@ STOCK: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 16,
     },
     "latents-rope": {**LATENTS, "q_lora_rank": None, "rope_type": "rope"},
+    "latents-with-a-scale-of-their-own": {
+        **LATENTS, "q_lora_rank": None, "rope_type": "rope", "softmax_scale": 0.9,
+    },
     "latents-rotated-in-all-layers": {
         **LATENTS, "q_lora_rank": None, "rope_type": "rope", "no_rope_freq": [1, 0],
     },
