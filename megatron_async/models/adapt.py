@@ -199,6 +199,11 @@ def _check_config(config: Any) -> None:
         raise ConfigError(
             f"model config window_size={window!r} is not supported: use (tokens behind, 0)"
         )
+    if window is not None and window[0] >= 0 and config.multi_latent_attention:
+        raise ConfigError(
+            f"model config window_size={window!r} is not supported with multi_latent_attention: "
+            "build the model without a window"
+        )
     softmax = getattr(config, "softmax_type", "vanilla")
     known = ("vanilla",) if config.multi_latent_attention else _SOFTMAX_TYPES
     if getattr(softmax, "name", softmax) not in known:

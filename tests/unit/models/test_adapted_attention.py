@@ -70,6 +70,7 @@ def test_stock_model_of_megatron_is_adapted(name: str, monkeypatch: pytest.Monke
     [
         ({**LATENTS, "softmax_type": "learnable"}, "softmax_type='learnable'.*use 'vanilla'$"),
         ({**LATENTS, "rope_type": "rope", "rotary_percent": 0.5}, "rotary_percent=0.5"),
+        ({**LATENTS, "window_size": (5, 0)}, r"window_size=\(5, 0\) .* multi_latent_attention"),
     ],
 )
 def test_stock_model_that_cannot_be_served_is_named(changes: dict[str, Any], message: str) -> None:
