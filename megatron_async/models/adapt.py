@@ -33,6 +33,8 @@ _REQUIRED: tuple[tuple[str, Any, str], ...] = (
     ("context_parallel_size", 1, "load the model without context parallelism"),
     ("fp8", None, "load the model in bfloat16"),
 )
+_RECOMPUTED = ("recompute_input_layernorm", "recompute_pre_mlp_layernorm", "recompute_mlp")
+"""Attributes of megatron-core's layers."""
 _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 _OURS: dict[type, type] = {
     SelfAttention: PagedSelfAttention,
@@ -59,7 +61,8 @@ def adapt_model(model: Any) -> GPTModel:
     :class:`PagedSelfAttention` or :class:`PagedLatentAttention`, its mixers ones that this package
     computes (``models/mamba/adapt.py``), and its experts' weights views of stacked ones
     (``models/moe/adapt.py``). Rotary embeddings ("rope"), learned ones and none are supported.
-    Graphs that megatron-core would capture are turned off.
+    Graphs that megatron-core would capture are turned off, chunks of prefills, and recomputation
+    outside of training.
 
     Raises:
         ConfigError: the model has a part that cannot be served; the message names it. The model
@@ -69,7 +72,9 @@ def adapt_model(model: Any) -> GPTModel:
     if isinstance(model, Inference):
         return model  # type: ignore[return-value]
     layers = _checked_layers(model)
-    _turn_off_own_graphs(model)
+    _turn_off(model)
+    for layer in layers:
+        _recompute_in_training(layer)
     model.__class__ = ADAPTED[type(model)]
     model.mtp_process = getattr(model, "mtp_process", False)
     number_mtp_layers(model)
@@ -257,14 +262,36 @@ def _latent_table(attention: Any, max_sequence_length: int) -> RotaryTable:
     return RotaryTable(frequencies, max_sequence_length, factor=factor)
 
 
-def _turn_off_own_graphs(model: Any) -> None:
-    """The engine captures whole steps, so that megatron-core captures no layer of them."""
+def _turn_off(model: Any) -> None:
+    """The engine captures whole steps, so that megatron-core captures no layer of them; and it
+    divides prefills, where megatron-core would add the bias of an MLP once for each chunk."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None and getattr(config, "cuda_graph_impl", "none") != "none":
             config.cuda_graph_impl = "none"
+        if config is not None and getattr(config, "mlp_chunks_for_prefill", 1) > 1:
+            config.mlp_chunks_for_prefill = 1
         if hasattr(module, "cudagraph_manager"):
             del module.cudagraph_manager
+
+
+class _InTraining:
+    """What megatron-core's layer reads as true or false in each forward: true where gradients are
+    wanted in training."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    def __bool__(self) -> bool:
+        return bool(self._layer.training) and torch.is_grad_enabled()
+
+
+def _recompute_in_training(layer: Any) -> None:
+    """Parts that are recomputed in the backward pass read random states in each forward, which no
+    graph can hold, and give up memory."""
+    for name in _RECOMPUTED:
+        if getattr(layer, name, False) is True:
+            setattr(layer, name, _InTraining(layer))
 
 
 def _limit(attention: Any, config: Any) -> None:

@@ -78,6 +78,36 @@ def test_stock_model_that_cannot_be_served_is_named(changes: dict[str, Any], mes
         adapt_model(stock_model(**changes))
 
 
+@torch.no_grad()
+def served(**changes: Any) -> tuple[Any, list[int]]:
+    """A stock model with biases, and what it says when it is served."""
+    model = stock_model(**changes)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_(std=0.5, generator=torch.Generator().manual_seed(len(name)))
+    config = config_at(2, max_requests=2, block_count=8, prefill_chunk_tokens=16)
+    with DynamicInferenceEngine(ServedModel(network=GPTNetwork(model)), config) as engine:
+        return model, engine.generate([list(range(3, 30))], [greedy(6)])[0].generated_tokens
+
+
+def test_only_training_recomputes() -> None:
+    """megatron-core's layers would read random states in steps that are captured."""
+    modules = {"recompute_granularity": "selective", "recompute_modules": ["mlp", "layernorm"]}
+    model, tokens = served(**modules)
+    assert tokens == served()[1]
+    (layer, _), names = model.decoder.layers, ("input_layernorm", "pre_mlp_layernorm", "mlp")
+    flags = [getattr(layer, f"recompute_{name}") for name in names]
+    assert not any(flags)
+    layer.train()
+    assert all(flags)
+
+
+def test_prefills_in_chunks_add_a_bias_once() -> None:
+    model, tokens = served(mlp_chunks_for_prefill=2)
+    assert tokens == served()[1]
+    assert model.config.mlp_chunks_for_prefill == 1
+
+
 def test_contexts_of_megatron_hold_latents() -> None:
     sizes: dict[str, Any] = dict(params_dtype=torch.float32, num_layers=2, kv_channels=16,
                                  num_attention_heads=4, max_sequence_length=64)  # fmt: skip
