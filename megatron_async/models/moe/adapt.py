@@ -60,7 +60,7 @@ class AdaptedMoELayer(MegatronMoELayer):  # type: ignore[misc]
     """megatron's, with its weights as they are, computed as ``MoELayer`` of this package does.
 
     Each expert's parameters are views of stacked ones from then on: what changes them in place
-    changes what is computed.
+    changes what is computed. What moves the whole module, as ``to()`` does, stacks them anew.
     """
 
     asks_for_padding_mask = True
@@ -84,7 +84,37 @@ class AdaptedMoELayer(MegatronMoELayer):  # type: ignore[misc]
         tokens of its own, as in a trainer's evaluation."""
         if self.training or self.config.sequence_parallel or self.has_own_tokens:
             return super().forward(hidden_states, intermediate_tensors, padding_mask, **kwargs)
+        self._check_place()
         return mixture(self, hidden_states, padding_mask), None
+
+    def stack(self) -> None:
+        """Make the parameters of the experts views of stacked ones, unless they are already."""
+        fc1, fc2 = (_linears(self.experts, name) for name in ("linear_fc1", "linear_fc2"))
+        adds_bias = self.ranks is None or self.ranks.expert_tensor_rank == 0
+        # Not parameters of the layer's own: they belong to the experts.
+        self.__dict__["weights"] = ExpertWeights(
+            _stacked(fc1, "weight"), _stacked(fc2, "weight"),
+            _stacked(fc1, "bias"), _stacked(fc2, "bias") if adds_bias else None,
+        )  # fmt: skip
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)
+        self.stack()
+        return result
+
+    def _check_place(self) -> None:
+        """Raise :class:`ConfigError` where the first or the last expert has its weights elsewhere:
+        looking at all of them in each forward would take long."""
+        stacked: ExpertWeights = vars(self)["weights"]
+        last = self.experts.num_local_experts - 1
+        for whole, name, number in ((stacked.w1, "linear_fc1", 0), (stacked.w2, "linear_fc2", last)):
+            weight = _linear(self.experts, name, number)["weight"]
+            if weight.data_ptr() != whole[number].data_ptr():
+                raise ConfigError(
+                    f"layer {self.layer_number}: parameters of experts were moved to other memory "
+                    "since the model was adapted: change them in place, as load_state_dict does "
+                    "without assign=True, and wrap a model before an engine is built over it"
+                )
 
     @property
     def weights(self) -> ExpertWeights:
@@ -203,13 +233,7 @@ def adapt_experts(layer: Any) -> None:
         mlp.shared_experts.__class__ = SharedExpertMLP
     if not mlp.config.moe_latent_size:
         mlp.fc1_latent_proj = mlp.fc2_latent_proj = None
-    fc1, fc2 = (_linears(mlp.experts, name) for name in ("linear_fc1", "linear_fc2"))
-    adds_bias = mlp.ranks is None or mlp.ranks.expert_tensor_rank == 0
-    # Not parameters of the layer's own: they belong to the experts.
-    mlp.__dict__["weights"] = ExpertWeights(
-        _stacked(fc1, "weight"), _stacked(fc2, "weight"),
-        _stacked(fc1, "bias"), _stacked(fc2, "bias") if adds_bias else None,
-    )  # fmt: skip
+    mlp.stack()
 
 
 def _keep_expert_bias(router: Any) -> None:
@@ -223,13 +247,16 @@ def _keep_expert_bias(router: Any) -> None:
 
 def _linears(experts: Any, name: str) -> list[dict[str, Any]]:
     """``weight`` and ``bias`` of each expert's linear layer."""
+    return [_linear(experts, name, number) for number in range(experts.num_local_experts)]
+
+
+def _linear(experts: Any, name: str, number: int) -> dict[str, Any]:
     if type(experts) is SequentialMLP:
-        linears = [getattr(expert, name) for expert in experts.local_experts]
-        return [{"weight": x.weight, "bias": getattr(x, "bias", None)} for x in linears]
+        linear = getattr(experts.local_experts[number], name)
+        return {"weight": linear.weight, "bias": getattr(linear, "bias", None)}
     grouped = getattr(experts, name)
     kinds = ("weight", "bias") if getattr(grouped, "use_bias", False) else ("weight",)
-    count = experts.num_local_experts
-    return [{kind: getattr(grouped, f"{kind}{n}") for kind in kinds} for n in range(count)]
+    return {kind: getattr(grouped, f"{kind}{number}") for kind in kinds}
 
 
 def _parameters(linears: list[dict[str, Any]], kind: str) -> list[Any]:

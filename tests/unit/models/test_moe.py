@@ -169,6 +169,23 @@ def test_the_expert_bias_of_a_given_model_stays_where_graphs_have_it() -> None:
     assert before == [router.expert_bias.data_ptr() for router in routers]
 
 
+@torch.no_grad()
+def test_experts_of_a_given_model_that_were_moved_are_stacked_anew_or_named() -> None:
+    """What is computed with may not be what they were."""
+    model, hidden = stock_model(changed(num_layers=1, moe_layer_freq=None)), torch.randn(5, 1, 64)
+    (layer,) = adapt_model(model).decoder.layers
+    model.double().float()
+    for parameter in model.parameters():
+        parameter.mul_(2)
+    doubled = stock_model(changed(num_layers=1, moe_layer_freq=None))
+    doubled.load_state_dict(model.state_dict())
+    expected = doubled.decoder.layers[0].mlp(hidden)[0]
+    torch.testing.assert_close(layer.mlp(hidden)[0], expected, atol=2e-5, rtol=1e-4)
+    model.load_state_dict(doubled.state_dict(), assign=True)
+    with pytest.raises(ConfigError, match="layer 1: parameters of experts .* without assign=True"):
+        layer.mlp(hidden)
+
+
 @pytest.mark.parametrize("router", ROUTERS)
 @torch.no_grad()
 def test_layers_of_a_given_model_choose_experts_as_megatrons_do(router: str) -> None:
