@@ -305,7 +305,7 @@ class TestOnGpu:
         products, gpu = products_triton, torch.device("cuda", 0)
         products.find_tiles(gpu, dtype)
         if torch.cuda.get_device_capability() == (9, 0):
-            assert (gpu, dtype) in products._wide
+            assert (gpu, dtype) in products._wide and (gpu, dtype) in products._wide_gated
         for rows, columns, depth in ((4099, 6144, 4096), (2048, 4096, 14336), (3000, 4104, 1000)):
             x = torch.randn(rows, depth, device=device).to(dtype)
             weight = torch.randn(columns, depth, device=device).to(dtype)

@@ -25,14 +25,17 @@ on_hopper = pytest.mark.skipif(
 )
 
 
+class OnGpu(torch.Tensor):
+    """A tensor that says so."""
+
+    device = torch.device("cuda", 0)  # type: ignore[assignment]
+
+
 def test_what_no_kernel_takes_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU all; on a GPU few rows, other dtypes, an odd number of columns, and other GPUs."""
     x, weight = torch.zeros(gated.LEAST_ROWS, 16).bfloat16(), torch.zeros(6, 16).bfloat16()
     assert gated.swiglu_of_many(x, weight) is None
     meta = x.to("meta")
-
-    class OnGpu(torch.Tensor):
-        device = torch.device("cuda", 0)  # type: ignore[assignment]
 
     def asked(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         return gated.swiglu_of_many(x.as_subclass(OnGpu), weight)  # type: ignore[arg-type]
@@ -44,6 +47,40 @@ def test_what_no_kernel_takes_is_left_to_others(monkeypatch: pytest.MonkeyPatch)
     assert asked(meta, weight[1:]) is None
     monkeypatch.setattr(gated.cuda, "has_wgmma", lambda index: False)
     assert asked(meta, weight) is None
+
+
+def test_it_is_taken_where_multiprocessors_are_busy() -> None:
+    """As measured: where it was quicker, and where it was not."""
+    for rows, columns, is_quicker in (
+        (1024, 28672, True), (512, 28672, False), (512, 24576, True), (1024, 14336, False),
+        (2048, 14336, True), (1024, 6144, False), (2048, 6144, True), (1024, 37888, True),
+        (100_000, 28672, True), (1024, 1024, False),
+    ):  # fmt: skip
+        tiles = -(-rows // 128) * -(-columns // 256)
+        assert gated.is_busy(tiles, 132) == is_quicker, (rows, columns)
+
+
+def test_a_gpu_without_the_kernel_goes_on_without_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is tried once for each dtype, and the log says so."""
+    pytest.importorskip("triton")
+    x, weight = torch.zeros(4096, 64).bfloat16(), torch.zeros(8448, 64).bfloat16()
+    tried = []
+
+    def fails(*given: object) -> torch.Tensor:
+        tried.append(given)
+        raise RuntimeError("PassManager::run failed")
+
+    monkeypatch.setattr(gated, "_refused", set())
+    monkeypatch.setattr(gated.cuda, "has_wgmma", lambda index: True)
+    monkeypatch.setattr(gated.cuda, "sm_count", lambda index: 132)
+    monkeypatch.setattr(wide_triton, "wide_gated_product", fails)
+    monkeypatch.setattr(wide_triton, "takes", lambda a, b: True)
+    given = x.as_subclass(OnGpu)  # type: ignore[arg-type]
+    assert gated.swiglu_of_many(given, weight) is None
+    assert gated.swiglu_of_many(given, weight) is None
+    assert len(tried) == len(caplog.records) == 1
 
 
 @torch.inference_mode()
@@ -107,7 +144,7 @@ def test_it_is_that_of_the_product(columns: int, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @on_hopper
 def test_it_is_captured_and_reads_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.randn(gated.LEAST_ROWS, 256, device="cuda").bfloat16()
+    x = torch.randn(4096, 256, device="cuda").bfloat16()
     weight = torch.randn(8192, 256, device="cuda").bfloat16()
     gated.swiglu_of_many(x, weight)
     graph = torch.cuda.CUDAGraph()

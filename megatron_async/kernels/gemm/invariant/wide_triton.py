@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_async.kernels.norm.swiglu import gated
@@ -24,6 +25,8 @@ from megatron_async.kernels.norm.swiglu import gated
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
 GROUP_M = 16
 """Tiles of rows that run together with the same columns."""
+REFUSALS = (RuntimeError, OutOfResources, triton.CompilationError)
+"""What a launch raises where a GPU or a release of Triton cannot have these kernels."""
 
 
 @triton.jit
