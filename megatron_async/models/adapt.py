@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_async.errors import ConfigError
 from megatron_async.megatron_compat.classes import HYBRID_STACK
@@ -60,7 +61,8 @@ def adapt_model(model: Any) -> GPTModel:
     ``Float16Module`` and ``DistributedDataParallel`` are taken off. Its attention layers become
     :class:`PagedSelfAttention` or :class:`PagedLatentAttention`, its mixers ones that this package
     computes (``models/mamba/adapt.py``), and its experts' weights views of stacked ones
-    (``models/moe/adapt.py``). Rotary embeddings ("rope"), learned ones and none are supported.
+    (``models/moe/adapt.py``). Rotary embeddings ("rope" and "yarn"), learned ones and none are
+    supported.
     Graphs that megatron-core would capture are turned off, chunks of prefills, and recomputation
     outside of training.
 
@@ -128,10 +130,12 @@ def _checked_layers(model: Any) -> list[Any]:
         )
     _check_config(model.config)
     _check_stages(model)
-    if model.position_embedding_type not in ("rope", "learned_absolute", "none"):
+    has_yarn = hasattr(model, "rotary_pos_emb") and not model.config.multi_latent_attention
+    known = ("rope", *(("yarn",) if has_yarn else ()), "learned_absolute", "none")
+    if model.position_embedding_type not in known:
         raise ConfigError(
             f"position_embedding_type={model.position_embedding_type!r} is not supported: "
-            "use 'rope', 'learned_absolute' or 'none'"
+            f"use {', '.join(map(repr, known[:-1]))} or {known[-1]!r}"
         )
     layers = list(model.decoder.layers)
     if getattr(model, "mtp_process", False):
@@ -240,16 +244,20 @@ def _attach_own_rotary(model: Any, attending: list[Any]) -> None:
     if model.config.multi_latent_attention:
         table = _latent_table(attending[0].self_attention, model.max_sequence_length)
         attach_rotary(model, table.to(next(model.parameters()).device))
-    elif model.position_embedding_type == "rope":
-        rotary = model.rotary_pos_emb
-        table = RotaryTable(
-            rotary.inv_freq,
-            model.max_sequence_length,
-            rotary.seq_len_interpolation_factor or 1.0,
-        )
+    elif model.position_embedding_type in ("rope", "yarn"):
+        table = _table(model)
         attach_rotary(model, table.to(next(model.parameters()).device))
         # The model computes no rotary embeddings of its own from here on.
         model.position_embedding_type = "none"
+
+
+def _table(model: Any) -> RotaryTable:
+    """Rotations that all layers of a model share."""
+    rotary, length = model.rotary_pos_emb, model.max_sequence_length
+    if model.position_embedding_type == "yarn":
+        frequencies, factor = _of_yarn(rotary)
+        return RotaryTable(frequencies, length, factor=factor)
+    return RotaryTable(rotary.inv_freq, length, rotary.seq_len_interpolation_factor or 1.0)
 
 
 def _latent_table(attention: Any, max_sequence_length: int) -> RotaryTable:
@@ -257,9 +265,15 @@ def _latent_table(attention: Any, max_sequence_length: int) -> RotaryTable:
     rotary, factor = attention.rotary_pos_emb, 1.0
     frequencies = rotary.inv_freq
     if attention.config.rope_type == "yarn":
-        angles, factor = rotary.get_emb(2)
-        frequencies = angles[1].flatten()[: frequencies.shape[0]]
+        frequencies, factor = _of_yarn(rotary)
     return RotaryTable(frequencies, max_sequence_length, factor=factor)
+
+
+def _of_yarn(rotary: Any) -> tuple[Tensor, float]:
+    """Angles of a position, ``[pairs]``, and what cosines and sines are multiplied by."""
+    angles, factor = rotary.get_emb(2)
+    both = angles[1].flatten()
+    return both[: len(both) // 2], factor
 
 
 def _turn_off(model: Any) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -50,8 +51,14 @@ def no_gpu() -> Iterator[None]:
         yield
 
 
-def stock_model(device: str = "cpu", **changes: Any) -> GPTModel:
-    """Two layers; ``changes`` are of its config, of multi-latent attention if they name it."""
+def stock_model(
+    device: str = "cpu",
+    position_embedding_type: str = "rope",
+    attributes: Mapping[str, Any] = MappingProxyType({}),
+    **changes: Any,
+) -> GPTModel:
+    """Two layers; ``changes`` are of its config, of multi-latent attention if they name it, and
+    ``attributes`` what scripts give the config that is no field of it."""
     compat.ensure_parallel_state()
     torch.manual_seed(0)
     has_latents = changes.get("multi_latent_attention", False)
@@ -70,6 +77,8 @@ def stock_model(device: str = "cpu", **changes: Any) -> GPTModel:
         gradient_accumulation_fusion=False,
         **changes,
     )
+    for name, value in attributes.items():
+        setattr(config, name, value)
     spec = get_gpt_layer_local_spec(
         normalization=config.normalization,
         multi_latent_attention=has_latents,
@@ -90,6 +99,6 @@ def stock_model(device: str = "cpu", **changes: Any) -> GPTModel:
             vocab_size=VOCAB,
             max_sequence_length=128,
             parallel_output=False,
-            position_embedding_type="rope",
+            position_embedding_type=position_embedding_type,
         )
     return model.eval().to(device)

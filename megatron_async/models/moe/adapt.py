@@ -107,7 +107,10 @@ class AdaptedMoELayer(MegatronMoELayer):  # type: ignore[misc]
         looking at all of them in each forward would take long."""
         stacked: ExpertWeights = vars(self)["weights"]
         last = self.experts.num_local_experts - 1
-        for whole, name, number in ((stacked.w1, "linear_fc1", 0), (stacked.w2, "linear_fc2", last)):
+        for whole, name, number in (
+            (stacked.w1, "linear_fc1", 0),
+            (stacked.w2, "linear_fc2", last),
+        ):
             weight = _linear(self.experts, name, number)["weight"]
             if weight.data_ptr() != whole[number].data_ptr():
                 raise ConfigError(

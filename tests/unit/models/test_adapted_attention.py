@@ -37,6 +37,14 @@ STOCK: dict[str, dict[str, Any]] = {
     "latents-rotated-in-all-layers": {
         **LATENTS, "q_lora_rank": None, "rope_type": "rope", "no_rope_freq": [1, 0],
     },
+    "yarn": {
+        "position_embedding_type": "yarn",
+        "attributes": dict(
+            yarn_rotary_scaling_factor=8.0, yarn_original_max_position_embeddings=16,
+            yarn_beta_fast=32.0, yarn_beta_slow=1.0, yarn_mscale=None, yarn_mscale_all_dim=None,
+            yarn_correction_range_round_to_int=False,
+        ),
+    },
     "sinks": {"softmax_type": "learnable"},
     "one-more-in-the-sum": {"softmax_type": "off-by-one"},
 }  # fmt: skip
@@ -70,6 +78,10 @@ def test_stock_model_of_megatron_is_adapted(name: str, monkeypatch: pytest.Monke
     [
         ({**LATENTS, "softmax_type": "learnable"}, "softmax_type='learnable'.*use 'vanilla'$"),
         ({**LATENTS, "rope_type": "rope", "rotary_percent": 0.5}, "rotary_percent=0.5"),
+        (
+            {"position_embedding_type": "mrope", "mrope_section": [2, 3, 3]},
+            "'mrope' is not supported: use 'rope', 'yarn', 'learned_absolute' or 'none'$",
+        ),
         ({**LATENTS, "window_size": (5, 0)}, r"window_size=\(5, 0\) .* multi_latent_attention"),
     ],
 )

@@ -182,7 +182,7 @@ def test_experts_of_a_given_model_that_were_moved_are_stacked_anew_or_named() ->
     expected = doubled.decoder.layers[0].mlp(hidden)[0]
     torch.testing.assert_close(layer.mlp(hidden)[0], expected, atol=2e-5, rtol=1e-4)
     model.load_state_dict(doubled.state_dict(), assign=True)
-    with pytest.raises(ConfigError, match="layer 1: parameters of experts .* without assign=True"):
+    with pytest.raises(ConfigError, match=r"layer 1: parameters of experts .* without assign=True"):
         layer.mlp(hidden)
 
 
