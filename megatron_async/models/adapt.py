@@ -34,7 +34,10 @@ _REQUIRED: tuple[tuple[str, Any, str], ...] = (
     ("context_parallel_size", 1, "load the model without context parallelism"),
     ("fp8", None, "load the model in bfloat16"),
 )
-_RECOMPUTED = ("recompute_input_layernorm", "recompute_pre_mlp_layernorm", "recompute_mlp")
+_OF_TRAINING = (
+    "recompute_input_layernorm", "recompute_pre_mlp_layernorm", "recompute_mlp",
+    "offload_attn_norm", "offload_mlp_norm",
+)  # fmt: skip
 """Attributes of megatron-core's layers."""
 _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 _OURS: dict[type, type] = {
@@ -63,8 +66,8 @@ def adapt_model(model: Any) -> GPTModel:
     computes (``models/mamba/adapt.py``), and its experts' weights views of stacked ones
     (``models/moe/adapt.py``). Rotary embeddings ("rope" and "yarn"), learned ones and none are
     supported.
-    Graphs that megatron-core would capture are turned off, chunks of prefills, and recomputation
-    outside of training.
+    Graphs that megatron-core would capture are turned off, chunks of prefills, and outside of
+    training recomputation and offloading.
 
     Raises:
         ConfigError: the model has a part that cannot be served; the message names it. The model
@@ -76,7 +79,7 @@ def adapt_model(model: Any) -> GPTModel:
     layers = _checked_layers(model)
     _turn_off(model)
     for layer in layers:
-        _recompute_in_training(layer)
+        _save_memory_in_training(layer)
     model.__class__ = ADAPTED[type(model)]
     model.mtp_process = getattr(model, "mtp_process", False)
     number_mtp_layers(model)
@@ -300,10 +303,10 @@ class _InTraining:
         return bool(self._layer.training) and torch.is_grad_enabled()
 
 
-def _recompute_in_training(layer: Any) -> None:
+def _save_memory_in_training(layer: Any) -> None:
     """Parts that are recomputed in the backward pass read random states in each forward, which no
-    graph can hold, and give up memory."""
-    for name in _RECOMPUTED:
+    graph can hold, and give up memory; what is offloaded for it makes events."""
+    for name in _OF_TRAINING:
         if getattr(layer, name, False) is True:
             setattr(layer, name, _InTraining(layer))
 

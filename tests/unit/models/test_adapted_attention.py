@@ -102,13 +102,26 @@ def served(**changes: Any) -> tuple[Any, list[int]]:
         return model, engine.generate([list(range(3, 30))], [greedy(6)])[0].generated_tokens
 
 
-def test_only_training_recomputes() -> None:
-    """megatron-core's layers would read random states in steps that are captured."""
-    modules = {"recompute_granularity": "selective", "recompute_modules": ["mlp", "layernorm"]}
-    model, tokens = served(**modules)
+SAVING: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "recomputation": (
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp", "layernorm"]},
+        ["recompute_input_layernorm", "recompute_pre_mlp_layernorm", "recompute_mlp"],
+    ),
+    "offloading": (
+        {"fine_grained_activation_offloading": True, "offload_modules": ["attn_norm", "mlp_norm"]},
+        ["offload_attn_norm", "offload_mlp_norm"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SAVING)
+def test_only_training_saves_memory(kind: str) -> None:
+    """megatron-core's layers would read random states and make events in captured steps."""
+    changes, names = SAVING[kind]
+    model, tokens = served(**changes)
     assert tokens == served()[1]
-    (layer, _), names = model.decoder.layers, ("input_layernorm", "pre_mlp_layernorm", "mlp")
-    flags = [getattr(layer, f"recompute_{name}") for name in names]
+    layer = model.decoder.layers[0]
+    flags = [getattr(layer, name) for name in names]
     assert not any(flags)
     layer.train()
     assert all(flags)
