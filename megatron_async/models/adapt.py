@@ -20,6 +20,7 @@ from megatron_async.models.layers.sharded_embedding import shard_embedding
 from megatron_async.models.mamba.adapt import adapt_mixer, check_mixer, is_mamba_layer
 from megatron_async.models.moe.adapt import adapt_experts, check_experts
 
+from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding  # isort: skip
 from megatron.core.transformer.attention import SelfAttention  # isort: skip
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention  # isort: skip
@@ -39,6 +40,7 @@ _OF_TRAINING = (
     "offload_attn_norm", "offload_mlp_norm",
 )  # fmt: skip
 """Attributes of megatron-core's layers."""
+_FACTOR_OF_CONFIG = "_yarn_get_concentration_factor_from_config"
 _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 _OURS: dict[type, type] = {
     SelfAttention: PagedSelfAttention,
@@ -260,7 +262,11 @@ def _table(model: Any) -> RotaryTable:
     if model.position_embedding_type == "yarn":
         frequencies, factor = _of_yarn(rotary)
         return RotaryTable(frequencies, length, factor=factor)
-    return RotaryTable(rotary.inv_freq, length, rotary.seq_len_interpolation_factor or 1.0)
+    # megatron-core's attention asks the config for it, however the angles are made.
+    factor_of = getattr(yarn_rotary_pos_embedding, _FACTOR_OF_CONFIG, None)
+    factor = 1.0 if factor_of is None else factor_of(model.config)
+    interpolation = rotary.seq_len_interpolation_factor or 1.0
+    return RotaryTable(rotary.inv_freq, length, interpolation, factor)
 
 
 def _latent_table(attention: Any, max_sequence_length: int) -> RotaryTable:

@@ -25,6 +25,11 @@ LATENTS: dict[str, Any] = dict(
     multi_latent_attention=True, kv_lora_rank=16, qk_head_dim=8,
     qk_pos_emb_head_dim=4, v_head_dim=16, qk_layernorm=True,
 )  # fmt: skip
+YARN: dict[str, Any] = dict(
+    yarn_rotary_scaling_factor=8.0, yarn_original_max_position_embeddings=16, yarn_beta_fast=32.0,
+    yarn_beta_slow=1.0, yarn_mscale=None, yarn_mscale_all_dim=None,
+    yarn_correction_range_round_to_int=False,
+)  # fmt: skip
 STOCK: dict[str, dict[str, Any]] = {
     "latents-yarn": {
         **LATENTS, "q_lora_rank": 12, "rotary_scaling_factor": 4.0, "mscale_all_dim": 0.7,
@@ -37,14 +42,8 @@ STOCK: dict[str, dict[str, Any]] = {
     "latents-rotated-in-all-layers": {
         **LATENTS, "q_lora_rank": None, "rope_type": "rope", "no_rope_freq": [1, 0],
     },
-    "yarn": {
-        "position_embedding_type": "yarn",
-        "attributes": dict(
-            yarn_rotary_scaling_factor=8.0, yarn_original_max_position_embeddings=16,
-            yarn_beta_fast=32.0, yarn_beta_slow=1.0, yarn_mscale=None, yarn_mscale_all_dim=None,
-            yarn_correction_range_round_to_int=False,
-        ),
-    },
+    "yarn": {"position_embedding_type": "yarn", "attributes": YARN},
+    "factor-of-yarn-alone": {"attributes": YARN},
     "sinks": {"softmax_type": "learnable"},
     "one-more-in-the-sum": {"softmax_type": "off-by-one"},
 }  # fmt: skip
