@@ -188,6 +188,7 @@ def check_experts(layer: Any) -> None:
             "SequentialMLP or TEGroupedMLP"
         )
     _check_groups(config)
+    _check_clamp(config)
     _activation(config)
 
 
@@ -202,6 +203,17 @@ def _check_groups(config: Any) -> None:
             f"model config moe_router_topk={chosen} is not supported with "
             f"moe_router_group_topk={kept}: choose from {kept} to {kept * of_group} experts, since "
             f"each of the {kept} groups that are kept has {of_group}"
+        )
+
+
+def _check_clamp(config: Any) -> None:
+    limit = getattr(config, "activation_func_clamp_value", None)
+    is_fused = config.bias_activation_fusion and config.activation_func is F.silu
+    if limit is not None and is_fused and config.gated_linear_unit:
+        raise ConfigError(
+            f"model config activation_func_clamp_value={limit} is not supported with experts whose "
+            "SwiGLU is fused, which leaves it out: set bias_activation_fusion to False, or the "
+            "clamp to None"
         )
 
 

@@ -257,6 +257,10 @@ def test_layers_of_a_given_model_compute_the_same_without_reading_on_the_host(
         ({"moe_router_load_balancing_type": ["sinkhorn"]}, "'sinkhorn' is not supported"),
         ({"moe_apply_probs_on_input": True}, "moe_apply_probs_on_input=True is not supported"),
         ({"expert_model_parallel_size": 2}, "without expert parallelism"),
+        (
+            {"bias_activation_fusion": True, "activation_func_clamp_value": 0.5},
+            "activation_func_clamp_value=0.5 is not .*set bias_activation_fusion to False",
+        ),
         ({"moe_input_jitter_eps": 0.1}, "moe_input_jitter_eps=0.1 is not .*set it to None while"),
         ({"moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor=1.0 is not .*set it to"),
         (
