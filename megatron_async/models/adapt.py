@@ -18,7 +18,7 @@ from megatron_async.models.layers.latent_attention import PagedLatentAttention
 from megatron_async.models.layers.rope import RotaryTable
 from megatron_async.models.layers.sharded_embedding import shard_embedding
 from megatron_async.models.mamba.adapt import adapt_mixer, check_mixer, is_mamba_layer
-from megatron_async.models.moe.adapt import adapt_experts, check_experts
+from megatron_async.models.moe.adapt import adapt_experts, check_experts, is_of_megatron
 
 from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding  # isort: skip
 from megatron.core.transformer.attention import SelfAttention  # isort: skip
@@ -157,10 +157,32 @@ def _checked_layers(model: Any) -> list[Any]:
                 "layers with megatron.core's SelfAttention or MLASelfAttention, as "
                 "get_gpt_layer_local_spec() does"
             )
+        if _attends(layer):
+            _check_core(layer)
         if isinstance(getattr(layer, "self_attention", None), MLASelfAttention):
             _check_latents(layer)
         check_experts(layer)
+    _check_rotary(model)
     return layers
+
+
+def _check_core(layer: Any) -> None:
+    """What is inside of an attention layer is not called, so that it must be megatron-core's."""
+    core = layer.self_attention.core_attention
+    if not is_of_megatron(type(core).forward):
+        raise ConfigError(
+            f"layer {layer.layer_number} attends by {type(core).__name__}, which steps do not "
+            "call: build it with megatron.core's DotProductAttention or TEDotProductAttention"
+        )
+
+
+def _check_rotary(model: Any) -> None:
+    rotary = getattr(model, "rotary_pos_emb", None)
+    if rotary is not None and not is_of_megatron(type(rotary).forward):
+        raise ConfigError(
+            f"the model rotates by {type(rotary).__name__}, which steps do not call: build it with "
+            "megatron.core's RotaryEmbedding or YarnRotaryEmbedding"
+        )
 
 
 def _layers_of_mtp(inner: Any) -> list[Any]:

@@ -187,9 +187,20 @@ def check_experts(layer: Any) -> None:
             f"layer {layer.layer_number} has {type(experts).__name__}: build its experts with "
             "SequentialMLP or TEGroupedMLP"
         )
+    for part in (layer.mlp.router, layer.mlp.shared_experts):
+        if part is not None and not is_of_megatron(type(part)):
+            raise ConfigError(
+                f"layer {layer.layer_number} has {type(part).__name__}, which steps do not call: "
+                "build it with megatron.core's TopKRouter and SharedExpertMLP"
+            )
     _check_groups(config)
     _check_clamp(config)
     _activation(config)
+
+
+def is_of_megatron(given: Any) -> bool:
+    """Whether a class or a method is megatron-core's own."""
+    return str(given.__module__).startswith("megatron.core.")
 
 
 def _check_groups(config: Any) -> None:

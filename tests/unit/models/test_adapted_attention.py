@@ -89,6 +89,18 @@ def test_stock_model_that_cannot_be_served_is_named(changes: dict[str, Any], mes
         adapt_model(stock_model(**changes))
 
 
+@pytest.mark.parametrize("part", ("core_attention", "rotary_pos_emb"))
+def test_parts_of_users_that_no_step_calls_are_refused(part: str) -> None:
+    model = stock_model()
+    of = model.decoder.layers[0].self_attention if part == "core_attention" else model
+    module = getattr(of, part)
+    module.__class__ = type("Own", (type(module),), {"forward": lambda self, *given: given[0]})
+    with pytest.raises(
+        ConfigError, match="by Own, which steps do not call: build it with megatron"
+    ):
+        adapt_model(model)
+
+
 @torch.no_grad()
 def served(**changes: Any) -> tuple[Any, list[int]]:
     """A stock model with biases, and what it says when it is served."""

@@ -280,6 +280,15 @@ def test_given_models_that_cannot_be_served_are_named(
         adapt_model(model)
 
 
+@pytest.mark.parametrize("part", ("router", "shared_experts"))
+def test_parts_of_users_that_no_step_calls_are_refused(part: str) -> None:
+    model = stock_model(changed(num_layers=1, moe_layer_freq=None))
+    module = getattr(model.decoder.layers[0].mlp, part)
+    module.__class__ = type("Own", (type(module),), {"__module__": "of_a_user"})
+    with pytest.raises(ConfigError, match="layer 1 has Own, which steps do not call"):
+        adapt_model(model)
+
+
 @torch.no_grad()
 def test_rows_that_are_padding_pass_shared_experts_alone() -> None:
     (layer,) = layers_of(model_of(changed(num_layers=1, moe_layer_freq=None)))
