@@ -18,7 +18,12 @@ from megatron_async.models.layers.latent_attention import PagedLatentAttention
 from megatron_async.models.layers.rope import RotaryTable
 from megatron_async.models.layers.sharded_embedding import shard_embedding
 from megatron_async.models.mamba.adapt import adapt_mixer, check_mixer, is_mamba_layer
-from megatron_async.models.moe.adapt import adapt_experts, check_experts, is_of_megatron
+from megatron_async.models.moe.adapt import (
+    adapt_experts,
+    check_experts,
+    check_linear,
+    is_of_megatron,
+)
 
 from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding  # isort: skip
 from megatron.core.transformer.attention import SelfAttention  # isort: skip
@@ -251,6 +256,7 @@ def _check_config(config: Any) -> None:
 
 def _check_latents(layer: Any) -> None:
     attention = layer.self_attention
+    check_linear(attention.linear_kv_up_proj, f"layer {layer.layer_number} has latents")
     if hasattr(attention.linear_kv_up_proj, "layer_norm_weight"):
         raise ConfigError(
             f"layer {layer.layer_number} norms its latents inside of linear_kv_up_proj, and the "

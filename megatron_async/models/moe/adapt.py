@@ -193,9 +193,34 @@ def check_experts(layer: Any) -> None:
                 f"layer {layer.layer_number} has {type(part).__name__}, which steps do not call: "
                 "build it with megatron.core's TopKRouter and SharedExpertMLP"
             )
+    _check_linears(layer)
     _check_groups(config)
     _check_clamp(config)
     _activation(config)
+
+
+def _check_linears(layer: Any) -> None:
+    """Weights are read, so that nothing else may be computed with them."""
+    experts, names = layer.mlp.experts, ("linear_fc1", "linear_fc2")
+    holders = experts.local_experts if type(experts) is SequentialMLP else [experts]
+    linears = [getattr(holder, name) for holder in holders for name in names]
+    if layer.config.moe_latent_size:
+        linears += [layer.mlp.fc1_latent_proj, layer.mlp.fc2_latent_proj]
+    for linear in linears:
+        check_linear(linear, f"layer {layer.layer_number} has experts")
+
+
+def check_linear(linear: Any, where: str) -> None:
+    """Check a linear layer whose weight is read in place of a call.
+
+    Raises:
+        ConfigError: it is not megatron-core's, such as one with an adapter around it.
+    """
+    if not is_of_megatron(type(linear).forward):
+        raise ConfigError(
+            f"{where} with {type(linear).__name__}, which steps do not call: merge adapters into "
+            "the weights, and take them off"
+        )
 
 
 def is_of_megatron(given: Any) -> bool:

@@ -101,6 +101,14 @@ def test_parts_of_users_that_no_step_calls_are_refused(part: str) -> None:
         adapt_model(model)
 
 
+def test_adapters_around_the_weight_of_latents_are_refused() -> None:
+    model = stock_model(**LATENTS, rope_type="rope", q_lora_rank=None)
+    attention = model.decoder.layers[1].self_attention
+    attention.linear_kv_up_proj = torch.nn.Sequential(attention.linear_kv_up_proj)
+    with pytest.raises(ConfigError, match=r"layer 2 has latents with Sequential, .* merge"):
+        adapt_model(model)
+
+
 @torch.no_grad()
 def served(**changes: Any) -> tuple[Any, list[int]]:
     """A stock model with biases, and what it says when it is served."""

@@ -289,6 +289,14 @@ def test_parts_of_users_that_no_step_calls_are_refused(part: str) -> None:
         adapt_model(model)
 
 
+def test_adapters_around_experts_are_refused() -> None:
+    model = stock_model(changed(num_layers=1, moe_layer_freq=None))
+    expert = model.decoder.layers[0].mlp.experts.local_experts[2]
+    expert.linear_fc1 = torch.nn.Sequential(expert.linear_fc1)
+    with pytest.raises(ConfigError, match=r"layer 1 has experts with Sequential, .* merge"):
+        adapt_model(model)
+
+
 @torch.no_grad()
 def test_rows_that_are_padding_pass_shared_experts_alone() -> None:
     (layer,) = layers_of(model_of(changed(num_layers=1, moe_layer_freq=None)))
