@@ -182,8 +182,10 @@ def _check_core(layer: Any) -> None:
 
 
 def _check_rotary(model: Any) -> None:
-    rotary = getattr(model, "rotary_pos_emb", None)
-    if rotary is not None and not is_of_megatron(type(rotary).forward):
+    if not hasattr(model, "rotary_pos_emb"):
+        return
+    rotary = model.rotary_pos_emb
+    if not is_of_megatron(type(rotary).forward):
         raise ConfigError(
             f"the model rotates by {type(rotary).__name__}, which steps do not call: build it with "
             "megatron.core's RotaryEmbedding or YarnRotaryEmbedding"
