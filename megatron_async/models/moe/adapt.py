@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from functools import partial
@@ -34,19 +35,12 @@ _REQUIRED: tuple[tuple[str, Any, str], ...] = (
     ("moe_apply_probs_on_input", False, "weight the experts' outputs"),
     ("moe_shared_expert_overlap", False, "build the model without the overlap"),
     ("moe_router_force_load_balancing", False, "turn it off: its routing is random"),
-    (
-        "moe_input_jitter_eps",
-        None,
-        "set it to None while the engine is built: megatron-core's evaluation adds noise too, and "
-        "the engine none",
-    ),
-    (
-        "moe_expert_capacity_factor",
-        None,
-        "set it to None while the engine is built: megatron-core's evaluation drops tokens too, "
-        "and the engine none",
-    ),
 )
+_FOR_TRAINING = {
+    "moe_input_jitter_eps": "adds no noise to what routers get",
+    "moe_expert_capacity_factor": "drops no token that experts have no room for",
+}
+"""Fields that an engine does not heed, and what it does, where megatron-core's evaluation does."""
 _FUNCTIONS = {
     F.silu: "silu",
     F.gelu: "gelu",
@@ -197,6 +191,18 @@ def check_experts(layer: Any) -> None:
     _check_groups(config)
     _check_clamp(config)
     _activation(config)
+    for name in _FOR_TRAINING:
+        _say_what_is_left_out(name, getattr(config, name, None))
+
+
+@functools.cache
+def _say_what_is_left_out(name: str, value: Any) -> None:
+    """Once for all layers."""
+    if value is not None:
+        logger.warning(
+            "model config %s=%r is heeded in training alone: the engine %s",
+            name, value, _FOR_TRAINING[name],
+        )  # fmt: skip
 
 
 def _check_linears(layer: Any) -> None:
