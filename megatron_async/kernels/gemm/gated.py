@@ -43,6 +43,8 @@ def swiglu_of_many(x: Tensor, weight: Tensor) -> Tensor | None:
         return None
     try:
         out = wide_triton.wide_gated_product(flat, weight.t(), programs)
+    except torch.OutOfMemoryError:
+        raise  # which is the step's, and says nothing of the kernel
     except wide_triton.REFUSALS as error:
         logger.warning("products with SwiGLU of many rows do not run on this GPU: %s", error)
         _refused.add(kind)
