@@ -10,8 +10,9 @@ is printed as soon as it is there, and none is begun after ``--seconds``.
 
 Decode steps are greedy, at depth 1. Prefill is the time until all prompts have their first token. A
 trainer's step is forward and backward of all tokens, without an optimizer. Rounds alternate between
-the two ways; figures are medians. ``--profile`` says which kernels a decode step has, and what
-products of Llama-8B take with each tile (``scripts/profile_invariance.py``).
+the two ways; figures are medians. ``--profile`` says which kernels a decode step has, and with
+``--prefill`` a prefill; ``--products`` what products of Llama-8B take with each tile
+(``scripts/profile_invariance.py``).
 """
 
 from __future__ import annotations
@@ -69,9 +70,15 @@ SMALL_TABLE = (
 )
 
 
-def config_of(rows: int, length: int, invariant: bool, device: str) -> EngineConfig:
-    """What engines are made with; prompts of up to 4,096 tokens are one chunk."""
-    chunk = min(length, 4096)
+WHOLE = 4096
+"""Prompts of up to so many tokens are one chunk, unless a line says otherwise."""
+
+
+def config_of(
+    rows: int, length: int, invariant: bool, device: str, chunk: int = WHOLE
+) -> EngineConfig:
+    """What engines are made with; ``chunk`` tokens of a prompt are prefilled at once."""
+    chunk = min(length, chunk)
     return EngineConfig(
         device=device,
         depth=1,
@@ -175,12 +182,12 @@ def in_turns(rounds: int, ways: dict[bool, Callable[[], float]]) -> dict[bool, f
 
 @contextlib.contextmanager
 def both_engines(
-    first: DynamicInferenceEngine, rows: int, length: int, device: str
+    first: DynamicInferenceEngine, rows: int, length: int, device: str, chunk: int = WHOLE
 ) -> Iterator[dict[bool, DynamicInferenceEngine]]:
     """Engines of both ways over one model."""
     with contextlib.ExitStack() as stack:
         yield {
-            way: stack.enter_context(first.with_config(config_of(rows, length, way, device)))
+            way: stack.enter_context(first.with_config(config_of(rows, length, way, device, chunk)))
             for way in WAYS
         }
 
@@ -220,7 +227,8 @@ class Bench:
         if rows.prefill is not None:
             count, length = rows.prefill
             prefill = functools.partial(self._prefill, first, rows.prefill)
-            self._line(f"{what}prefill, {count} x {length}", prefill)
+            chunks = f" in chunks of {self._args.chunk}" if self._args.chunk < length else ""
+            self._line(f"{what}prefill, {count} x {length}{chunks}", prefill)
         for count in rows.decode:
             decode = functools.partial(self._decode, first, count)
             self._line(f"{what}decode, {count} rows", decode)
@@ -264,7 +272,8 @@ class Bench:
         def of(engine: DynamicInferenceEngine) -> Callable[[], float]:
             return lambda: prefill_ms(engine, rows, length)
 
-        with both_engines(first, rows, length + 8, self._args.device) as engines:
+        chunk, device = self._args.chunk, self._args.device
+        with both_engines(first, rows, length + 8, device, chunk) as engines:
             return in_turns(self._args.rounds, {way: of(each) for way, each in engines.items()})
 
     def _cut(self, rows: Rows) -> dict[bool, float]:
@@ -305,7 +314,6 @@ def sizes(text: str) -> Size:
 
 def profile(args: argparse.Namespace) -> None:
     """What ``--profile`` prints; with ``--prefill`` the kernels of that, too."""
-    profile_invariance.print_products(torch.device(args.device))
     with DynamicInferenceEngine.from_pretrained(
         args.model, config_of(1, 128, False, args.device)
     ) as first:
@@ -316,7 +324,7 @@ def profile(args: argparse.Namespace) -> None:
                     print_kernels(engine, rows, args.prompt, what)
         if args.prefill is not None:
             rows, length = args.prefill
-            with both_engines(first, rows, length + 8, args.device) as engines:
+            with both_engines(first, rows, length + 8, args.device, args.chunk) as engines:
                 for way, engine in engines.items():
                     what = f"{'invariant' if way else 'plain'}, prefill of {rows} x {length}"
                     prefill_ms(engine, rows, length)
@@ -333,16 +341,19 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a decode row's")
     parser.add_argument("--steps", type=int, default=100, help="of a round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--profile", action="store_true", help="kernels of decode steps, and products, on a GPU"
-    )
+    parser.add_argument("--profile", action="store_true", help="kernels of steps on a GPU")
+    parser.add_argument("--products", action="store_true", help="products by tile on a GPU")
     parser.add_argument("--table", action="store_true", help="all lines, whatever else is given")
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="no line begins after them"
     )
     parser.add_argument("--prefill", type=sizes, help="PROMPTSxTOKENS")
+    parser.add_argument("--chunk", type=int, default=WHOLE, help="tokens of a prefill's chunk")
     parser.add_argument("--train", type=sizes, help="SEQUENCESxTOKENS")
     args = parser.parse_args()
+    if args.products:
+        profile_invariance.print_products(torch.device(args.device))
+        return
     if args.profile:
         profile(args)
         return

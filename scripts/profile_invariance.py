@@ -1,5 +1,5 @@
-"""Kernels of decode steps by time, and products in one order by tile: what
-``scripts/bench_invariance.py --profile`` prints."""
+"""Kernels of steps by time, and products in one order by tile: what
+``scripts/bench_invariance.py`` prints by ``--profile`` and ``--products``."""
 
 from __future__ import annotations
 
