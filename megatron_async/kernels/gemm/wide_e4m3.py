@@ -22,6 +22,8 @@ from megatron_async.kernels.register_operands import ended
 
 MOST_ROWS = 256
 """Rows of x at most."""
+WIDTH = 128
+"""Columns that share a scale are a multiple of so many: all of a stage have one."""
 TINY = tl.constexpr(2.0**120)
 """What a number is divided by while its bits lie where bfloat16 has them."""
 
@@ -126,10 +128,13 @@ def tile_of(columns: int, depth: int, rows: int, sm_count: int) -> WideTile:
     return tile._replace(split_k=split)
 
 
-def takes(rows: int, scale: Tensor) -> bool:
-    """Whether :func:`multiply` is faster than the weight multiplied out, with scales ``[N,
-    groups]``."""
-    return rows <= (MOST_ROWS if scale.shape[1] == 1 else MOST_ROWS // 2)
+def takes(rows: int, depth: int, scale: Tensor) -> bool:
+    """Whether :func:`multiply` computes products of ``depth`` columns, with scales ``[N, groups]``,
+    and is faster than the weight multiplied out."""
+    groups = scale.shape[1]
+    if depth % WIDTH or (groups > 1 and depth // groups % WIDTH):
+        return False
+    return rows <= (MOST_ROWS if groups == 1 else MOST_ROWS // 2)
 
 
 def multiply(x: Tensor, weight: Tensor, scale: Tensor, tile: WideTile | None = None) -> Tensor:
@@ -138,13 +143,15 @@ def multiply(x: Tensor, weight: Tensor, scale: Tensor, tile: WideTile | None = N
     Args:
         x: bfloat16 ``[..., K]``, of up to :data:`MOST_ROWS` rows.
         weight: e4m3 ``[N, K]``, contiguous, without NaN; K a multiple of 128.
-        scale: float32 ``[N, groups]``; a group is all of a row, or 128 columns.
+        scale: float32 ``[N, groups]``; a group is all of a row, or a multiple of 128 columns.
         tile: by default the one of these sizes.
 
     Returns:
         bfloat16 ``[..., N]``; sums are float32, products are exact.
     """
     (columns, depth), groups = weight.shape, scale.shape[1]
+    if groups > 1 and depth // groups % (tile.k if tile else WIDTH):
+        raise ValueError(f"{depth // groups} columns share a scale, which end within a stage")
     flat = x.reshape(-1, depth).contiguous()
     rows, of_gpu = len(flat), x.is_cuda
     if tile is None:

@@ -69,8 +69,7 @@ def product(layer: Any, x: Tensor) -> Tensor:
         from megatron_async.kernels.gemm.invariant import mode as batch_invariant
 
         rows, depth = x.numel() // weight.shape[1], weight.shape[1]
-        is_taken = depth % 128 == 0 and wide_e4m3.takes(rows, layer.weight_scale)
-        if is_taken and not batch_invariant.is_on():
+        if wide_e4m3.takes(rows, depth, layer.weight_scale) and not batch_invariant.is_on():
             return wide_e4m3.multiply(x, weight, layer.weight_scale)
     return F.linear(x, weight_of(layer, x.dtype))
 

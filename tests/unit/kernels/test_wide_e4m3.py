@@ -72,6 +72,14 @@ def test_chosen_tiles_equal_float64(case: tuple[int, int, int, int]) -> None:
         assert torch.equal(found, again), "sums have one order"
 
 
+@pytest.mark.parametrize(("columns", "groups"), [(128, 2), (384, 2), (256, 16)])
+def test_groups_that_end_within_a_stage_are_refused(columns: int, groups: int) -> None:
+    weight, scale = weight_of(40, columns, groups)
+    assert not wide_e4m3.takes(3, columns, scale)
+    with pytest.raises(ValueError, match="end within a stage"):
+        wide_e4m3.multiply(torch.ones(3, columns).bfloat16(), weight, scale)
+
+
 class OnGpu(Tensor):
     """A tensor that says it is on a GPU."""
 
@@ -123,6 +131,11 @@ def test_layers_take_it_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> N
             x = torch.ones(rows, 256).bfloat16().as_subclass(OnGpu)
             linear.product(layer, x)
         assert taken == [1, most]
+        for many in (4, 8, 16):  # which end within a stage
+            layer.weight_scale = torch.ones(40, many)
+            linear.product(layer, torch.ones(3, 256).bfloat16().as_subclass(OnGpu))
+        assert taken == [1, most]
+        layer.weight_scale = scale
         x = torch.ones(3, 256).bfloat16().as_subclass(OnGpu)
         linear.product(layer, x.float().as_subclass(OnGpu))
         with batch_invariant_mode():

@@ -439,7 +439,9 @@ def test_partial_sums_of_two_ranks_make_the_whole_model(
         if device.type == "cpu":
             return rig.decode(forward)
         with torch.cuda.stream(torch.cuda.Stream()):
-            return rig.decode(forward)
+            logits = rig.decode(forward)
+            torch.cuda.current_stream().synchronize()  # others read them on another stream
+            return logits
 
     with ThreadPoolExecutor(2) as pool:
         logits = torch.cat(list(pool.map(run, range(2))), dim=2)
