@@ -23,6 +23,8 @@ MOST_COLUMNS = 32768
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST = tl.constexpr(448.0)
 LEAST_SCALE = tl.constexpr(2.0**-126)
+LEAST_INVERTED, MOST_INVERTED = tl.constexpr(2.0**-80), tl.constexpr(2.0**100)
+"""Scales by whose inverse numbers may be multiplied."""
 
 
 @triton.jit
@@ -36,10 +38,40 @@ def scales_of(x):
 
 
 @triton.jit
-def encoded(x, scale, NATIVE: tl.constexpr):
-    """Bytes of e4m3 nearest to fp32 ``x / scale``, of one shape, ties to even, at most 448 in size.
-    NaN stays NaN. ``NATIVE``: by the instruction, see :func:`rounds_once`."""
-    share = tl.div_rn(x, scale)
+def _nearer(share, x, scale, inverse):
+    """``share`` of ``x / scale``, corrected by what it leaves of ``x``."""
+    return tl.fma(tl.fma(-scale, share, x), inverse, share)
+
+
+@triton.jit
+def quotient(x, scale, BY_INVERSE: tl.constexpr):
+    """``x [G, W]`` divided by ``scale [G, 1]``, rounded once.
+
+    ``BY_INVERSE``, with fused multiply-adds and ``x`` of at most 448 scales: multiplied by the
+    inverse and corrected twice, which rounds as a division does (P. Markstein, IBM Journal of
+    Research and Development 34, 1990) where nothing overflows and what underflows is far below the
+    least number of e4m3. A division takes twice the instructions.
+    """
+    wide = tl.broadcast_to(scale, x.shape)
+    if BY_INVERSE:
+        least, most = tl.min(tl.min(scale, 1), 0), tl.max(tl.max(scale, 1), 0)
+        if (least >= LEAST_INVERTED) & (most <= MOST_INVERTED):
+            one = tl.full(scale.shape, 1.0, tl.float32)
+            inverse = tl.broadcast_to(tl.div_rn(one, scale), x.shape)
+            share = x * inverse
+            share = _nearer(share, x, wide, inverse)
+            share = _nearer(share, x, wide, inverse)
+        else:
+            share = tl.div_rn(x, wide)
+    else:
+        share = tl.div_rn(x, wide)
+    return share
+
+
+@triton.jit
+def encoded(share, NATIVE: tl.constexpr):
+    """Bytes of e4m3 nearest to fp32 ``share``, ties to even, at most 448 in size. NaN stays NaN.
+    ``NATIVE``: by the instruction, see :func:`rounds_once`."""
     if NATIVE:
         byte = share.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
@@ -60,7 +92,7 @@ def store_row(
         x = tl.where(tl.abs(x) == float("inf"), float("nan"), x)
     else:
         scale = scales_of(x)
-    byte = encoded(x, tl.broadcast_to(scale, [GROUPS, WIDTH]), NATIVE)
+    byte = encoded(quotient(x, scale, NATIVE and not STATIC), NATIVE)
     mask = (group < groups) & (column < width)
     tl.store(numbers_ptr + row * groups * width + group * width + column, byte, mask=mask)
     tl.store(scale_ptr + row * groups + group, scale, mask=group < groups)

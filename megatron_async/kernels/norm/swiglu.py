@@ -19,9 +19,41 @@ BLOCK, WARPS = 1024, 4
 
 
 @triton.jit
-def gated(gate, up):
-    """SiLU of ``gate`` times ``up``, float32."""
-    return gate / (1.0 + tl.exp(-gate)) * up
+def gated(gate, up, COMPILED: tl.constexpr = False):
+    """SiLU of ``gate`` times ``up``, float32.
+
+    ``COMPILED`` for a GPU: the same bits with fewer instructions. An exponential below 2^-126 does
+    not change one, and a quarter of both numbers has their quotient.
+    """
+    if COMPILED:
+        exponential = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [gate * -1.4426950408889634],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+        inverse = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [tl.fma(exponential, 0.25, 0.25)],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+        out = gate * 0.25 * inverse * up
+    else:
+        out = gate / (1.0 + tl.exp(-gate)) * up
+    return out
+
+
+@triton.jit
+def rounded_to_bfloat16(x):
+    """Float32 ``x`` rounded to bfloat16, as float32; compiled for a GPU, two by an instruction."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 both;
+        cvt.rn.bf16x2.f32 both, $3, $2;
+        shl.b32 $0, both, 16;
+        and.b32 $1, both, 0xffff0000;
+        }
+        """,
+        "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2,
+    )  # fmt: skip
 
 
 @triton.jit

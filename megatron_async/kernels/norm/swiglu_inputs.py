@@ -20,6 +20,7 @@ from megatron_async.kernels.gemm.e4m3_inputs import (
     store_row,
     tile_of,
 )
+from megatron_async.kernels.norm.swiglu import gated, rounded_to_bfloat16
 
 
 @triton.jit
@@ -34,8 +35,11 @@ def _swiglu_inputs_kernel(
     gate_ptr = x_ptr + row * 2 * columns + group * width + place
     gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    out = gate / (1.0 + tl.exp(-gate)) * up
-    x = out.to(x_ptr.dtype.element_ty).to(tl.float32)
+    out = gated(gate, up, NATIVE)
+    if NATIVE and x_ptr.dtype.element_ty == tl.bfloat16:
+        x = rounded_to_bfloat16(out)
+    else:
+        x = out.to(x_ptr.dtype.element_ty).to(tl.float32)
     store_row(
         x, row, static_ptr, numbers_ptr, scale_ptr, groups, width, GROUPS, WIDTH, STATIC, NATIVE
     )

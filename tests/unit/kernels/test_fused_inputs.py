@@ -95,6 +95,30 @@ def test_swiglu_quantizes_what_it_would_give(
         assert numbers[1, 2].isnan().any() and not numbers[:1].float().isnan().any()
 
 
+def every_bfloat16(device: str) -> Tensor:
+    """``[65536]``: all finite ones; zeros stand for the others."""
+    bits = torch.arange(65536, dtype=torch.int32).to(torch.int16)
+    return bits.view(torch.bfloat16).nan_to_num(0.0, 0.0, 0.0).to(device)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_fewer_instructions_have_the_bits_of_those_that_say_what_is_meant() -> None:
+    """SiLU of all gates, and their quotients by scales from the least that is inverted to the
+    largest, and by those that are not."""
+    gate = every_bfloat16("cuda").view(-1, 256)
+    for up in (1.0, -0.37, 2.0**60, 2.0**-70, 1.7e38):
+        x = torch.cat((gate, torch.full_like(gate, up)), -1)
+        given = swiglu(x)
+        finite = given.isfinite().all(-1)
+        check_same(swiglu_inputs(x[finite], 2), inputs.quantize_inputs(given[finite].cpu(), 2))
+    chance = torch.Generator().manual_seed(5)
+    sizes = torch.randn(256, 256, generator=chance) * 2.0 ** torch.randint(-12, 1, (256, 256))
+    for exponent in (*range(-125, 120, 7), -81, -80, -79, 99, 100, 101):
+        x = (sizes * (1 + torch.rand(256, 1, generator=chance)) * 2.0**exponent).cuda()
+        check_same(e4m3_inputs.quantize_inputs(x, 1), inputs.quantize_inputs(x.cpu(), 1))
+
+
 @on_devices
 @pytest.mark.parametrize("static", (False, True))
 @pytest.mark.parametrize("columns", (96, 256))
