@@ -71,7 +71,7 @@ SMALL_TABLE = (
 
 
 WHOLE = 4096
-"""Prompts of up to so many tokens are one chunk, unless a line says otherwise."""
+"""Tokens of a prompt that are one chunk at most, unless ``--chunk`` says otherwise."""
 
 
 def config_of(

@@ -23,7 +23,7 @@ from megatron_async.kernels.register_operands import ended
 MOST_ROWS = 256
 """Rows of x at most."""
 WIDTH = 128
-"""Columns that share a scale are a multiple of so many: all of a stage have one."""
+"""Columns that share a scale are a multiple of these, so that all of a stage have one."""
 TINY = tl.constexpr(2.0**120)
 """What a number is divided by while its bits lie where bfloat16 has them."""
 
