@@ -41,7 +41,9 @@ def test_what_no_kernel_takes_is_left_to_others(monkeypatch: pytest.MonkeyPatch)
         return gated.swiglu_of_many(x.as_subclass(OnGpu), weight)  # type: ignore[arg-type]
 
     monkeypatch.setattr(gated.cuda, "has_wgmma", lambda index: True)
+    monkeypatch.setattr(gated.cuda, "sm_count", lambda index: 132)
     assert asked(meta[1:], weight) is None
+    assert asked(meta[: gated.TILE_ROWS.start - 1], weight) is None
     assert asked(meta.float(), weight.float()) is None
     assert asked(meta, weight.half()) is None
     assert asked(meta, weight[1:]) is None
@@ -54,10 +56,13 @@ def test_it_is_taken_where_multiprocessors_are_busy() -> None:
     for rows, columns, is_quicker in (
         (1024, 28672, True), (512, 28672, False), (512, 24576, True), (1024, 14336, False),
         (2048, 14336, True), (1024, 6144, False), (2048, 6144, True), (1024, 37888, True),
-        (100_000, 28672, True), (1024, 1024, False),
+        (100_000, 28672, True), (1024, 1024, False), (256, 28672, False), (384, 24576, False),
+        (128, 28672, True), (128, 27648, True), (128, 22016, True), (128, 24576, True),
+        (113, 28672, True), (112, 28672, False), (129, 28672, False), (128, 14336, False),
+        (128, 35840, False), (128, 37888, False), (128, 12288, False), (1, 28672, False),
     ):  # fmt: skip
         tiles = -(-rows // 128) * -(-columns // 256)
-        assert gated.is_busy(tiles, 132) == is_quicker, (rows, columns)
+        assert gated.is_quicker(rows, tiles, 132) == is_quicker, (rows, columns)
 
 
 def test_a_gpu_without_the_kernel_goes_on_without_it(
@@ -148,6 +153,12 @@ def test_it_is_that_of_the_product(columns: int, dtype: torch.dtype) -> None:
     error = float((out.double() - expected).norm() / expected.norm())
     assert error < 4 * torch.finfo(dtype).eps
     assert gated.swiglu_of_many(x[:, : gated.LEAST_ROWS - 1], weight) is None
+    step = gated.swiglu_of_many(x[0, :128], weight)
+    assert (step is not None) == (columns == 28672)
+    if step is not None:
+        expected = expected[0, :128]
+        error = float((step.double() - expected).norm() / expected.norm())
+        assert error < 4 * torch.finfo(dtype).eps
 
 
 @pytest.mark.gpu
