@@ -109,6 +109,13 @@ struct Range {
   size_t size;
 };
 
+// What was published to a peer; it is there as a whole.
+struct Word {
+  char* at;
+  u64 bits;
+  size_t size;
+};
+
 Cluster* cluster;
 Fiber* fiber;  // is `place`
 jmp_buf scheduler;
@@ -117,7 +124,7 @@ std::mt19937 random_bits;
 std::string error;
 std::vector<Range> memory;  // what the kernel may touch
 std::vector<std::pair<Range, std::vector<char>>> late;  // what the kernel before writes
-std::vector<std::pair<u64*, u64>> sent_to_peers;  // and not there yet
+std::vector<Word> sent_to_peers;  // and not there yet
 unsigned long events;
 void (*body)();
 
@@ -394,12 +401,17 @@ u32 __ballot_sync(unsigned, bool v) {
 
 void publish_to_peer(u64* at, u64 a, u64 b) {
   checked((const void*)at, 16);
-  sent_to_peers.emplace_back(at, a), sent_to_peers.emplace_back(at + 1, b);
+  sent_to_peers.push_back({(char*)at, a, 8}), sent_to_peers.push_back({(char*)(at + 1), b, 8});
 }
 
 void publish_to_peer(u64* at, u64 a) {
   checked((const void*)at, 8);
-  sent_to_peers.emplace_back(at, a);
+  sent_to_peers.push_back({(char*)at, a, 8});
+}
+
+void publish_to_peer(u32* at, Vec v) {
+  checked((const void*)at, 16);
+  for (u32 word : {v.x, v.y, v.z, v.w}) sent_to_peers.push_back({(char*)at++, word, 4});
 }
 
 void wait_a_little() { give_way(); }
@@ -621,14 +633,14 @@ std::unique_ptr<Stack> idle_stack() {
 
 // Some of what was published to peers, or all of it; words of one address in their order.
 void deliver(bool everything) {
-  std::vector<std::pair<u64*, u64>> later;
-  std::set<u64*> held;
-  for (const auto& [at, word] : sent_to_peers) {
-    if (!everything && (held.count(at) || random_bits() % 4)) {
-      held.insert(at), later.emplace_back(at, word);
+  std::vector<Word> later;
+  std::set<char*> held;
+  for (const Word& word : sent_to_peers) {
+    if (!everything && (held.count(word.at) || random_bits() % 4)) {
+      held.insert(word.at), later.push_back(word);
       continue;
     }
-    *at = word, events++;
+    std::memcpy(word.at, &word.bits, word.size), events++;
   }
   sent_to_peers = std::move(later);
 }

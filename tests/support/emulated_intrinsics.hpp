@@ -117,10 +117,12 @@ inline float max(float a, float b) { return std::fmax(a, b); }
 inline float rsqrtf(float v) { return 1.f / std::sqrt(v); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __expf(float v) { return std::exp(v); }
 inline float power_of_two(float v) { return std::exp2(v); }
 inline float quotient(float a, float b) { return a / b; }
+inline float square_root(float v) { return std::sqrt(v); }
 inline float __uint_as_float(u32 v) {
   float r;
   std::memcpy(&r, &v, 4);
@@ -211,10 +213,12 @@ inline u64 poll(const u64* at) { return *emulator::checked(at); }
 inline Vec poll_vec(const u32* at) { return *emulator::checked((const Vec*)at); }
 void publish_to_peer(u64* at, u64 a, u64 b);
 void publish_to_peer(u64* at, u64 a);
+void publish_to_peer(u32* at, Vec v);
 inline void poll_peer(const u64* at, u64& a, u64& b) {
   emulator::checked((const Vec*)at);
   a = at[0], b = at[1];
 }
+inline Vec poll_peer(const u32* at) { return *emulator::checked((const Vec*)at); }
 void wait_a_little();
 
 void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1);

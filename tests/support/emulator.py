@@ -25,7 +25,7 @@ from megatron_async.kernels.launch_watch import watch
 from megatron_async.kernels.moe import row as moe_row
 from megatron_async.kernels.moe.widened import experts as moe_widened
 from megatron_async.kernels.norm import embed
-from megatron_async.kernels.ranks import mailbox, peer_best, peer_sum
+from megatron_async.kernels.ranks import mailbox, peer_best, peer_rows, peer_sum
 from megatron_async.kernels.sampling import sample_cuda as sample
 
 COMPILER = shutil.which("g++")
@@ -62,7 +62,8 @@ FOLDER = "EMULATED_KERNELS"
 _SHARED = re.compile(r"extern __shared__ __align__\([^)]+\) char shared\[\];")
 _CLUSTER = {
     "embed": "1", "embed_share": "1", "sample": "C", "moe_row": "CTAS", "moe_widened": "1",
-    "peer_sum": "CTAS * RANKS", "peer_best": "CTAS * RANKS", "mailbox": "1",
+    "peer_sum": "CTAS * RANKS", "peer_best": "CTAS * RANKS", "peer_rows": "CTAS * RANKS",
+    "mailbox": "1",
 }  # fmt: skip
 """CTAs of a cluster, where that is not ``CLUSTER``; or that wait for each other."""
 _WRITTEN_BEFORE = {
@@ -76,12 +77,13 @@ _WRITTEN_BEFORE = {
     "moe_widened": ("x", "experts", "bits", "found", "ids", "weights"),
     "peer_sum": ("partial", "received", "launches", "hidden"),
     "peer_best": ("packed", "received", "launches"),
+    "peer_rows": ("partial", "received", "launches", "residual"),
     "mailbox": ("message", "received", "done"),
 }
 """Arguments that the kernel in front writes."""
 _OF_SECOND_LAYERS = ("x",)
 """The first layers' launch waits for the router before it lets the second layers' begin."""
-_RANKS = {"peer_sum": "RANKS", "peer_best": "RANKS"}
+_RANKS = {"peer_sum": "RANKS", "peer_best": "RANKS", "peer_rows": "RANKS"}
 """The macro with the number of ranks, where their launches wait for each other."""
 SM_COUNT = 132
 """Of an emulated GPU, unless a test says otherwise."""
@@ -184,7 +186,8 @@ def _kernel(source: str, defines: tuple[tuple[str, int], ...]) -> EmulatedKernel
 def install(monkeypatch: pytest.MonkeyPatch, sm_count: int = SM_COUNT) -> None:
     """Let the wrappers of the CUDA kernels, and the fused forward, work on a CPU."""
     for module in (
-        skinny_gemm, attention, embed, sample, moe_row, moe_widened, peer_sum, peer_best, mailbox,
+        skinny_gemm, attention, embed, sample, moe_row, moe_widened, peer_sum, peer_best, peer_rows,
+        mailbox,
     ):  # fmt: skip
         monkeypatch.setattr(module, "kernel", kernel)
     monkeypatch.setattr(cuda, "sm_count", lambda device_index: sm_count)

@@ -31,6 +31,12 @@ __device__ __forceinline__ float quotient(float a, float b) {
   asm("div.full.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
   return r;
 }
+// A square root with the bits of Triton's.
+__device__ __forceinline__ float square_root(float v) {
+  float r;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
 
 // Brings a line of constants near before anybody waits for it.
 __device__ __forceinline__ void touch(const void* p) {
@@ -253,6 +259,20 @@ __device__ __forceinline__ void publish_to_peer(u64* at, u64 a) {
 }
 __device__ __forceinline__ void poll_peer(const u64* at, u64& a, u64& b) {
   asm volatile("ld.relaxed.sys.global.v2.u64 {%0,%1}, [%2];" : "=l"(a), "=l"(b) : "l"(at) : "memory");
+}
+// Four words of four bytes, each of which is there as a whole.
+__device__ __forceinline__ void publish_to_peer(u32* at, Vec v) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(at), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}
+__device__ __forceinline__ Vec poll_peer(const u32* at) {
+  Vec v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(at)
+               : "memory");
+  return v;
 }
 __device__ __forceinline__ void wait_a_little() { asm volatile("nanosleep.u32 20;" ::: "memory"); }
 

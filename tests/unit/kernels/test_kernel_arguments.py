@@ -28,6 +28,7 @@ from megatron_async.kernels.moe.widened.experts import WidenedArguments
 from megatron_async.kernels.norm.embed import EmbedArguments, EmbedShareArguments
 from megatron_async.kernels.ranks.mailbox import MailboxArguments
 from megatron_async.kernels.ranks.peer_best import PeerBestArguments
+from megatron_async.kernels.ranks.peer_rows import PeerRowsArguments
 from megatron_async.kernels.ranks.peer_sum import PeerSumArguments
 from megatron_async.kernels.ranks.peers import Peers
 from tests.support import emulator
@@ -42,6 +43,7 @@ RECORDS: dict[str, Any] = {
     "moe_row": RowArguments,
     "peer_sum": PeerSumArguments,
     "peer_best": PeerBestArguments,
+    "peer_rows": PeerRowsArguments,
     "mailbox": MailboxArguments,
 }
 POINTERS = {
@@ -105,7 +107,7 @@ def fields(record: Any) -> list[Parameter]:
 
 @pytest.mark.parametrize("kernel", RECORDS)
 def test_fields_are_the_kernels_parameters_in_order(kernel: str) -> None:
-    further = fields(Peers) if kernel in ("mailbox", "peer_best", "peer_sum") else []
+    further = fields(Peers) if kernel in ("mailbox", "peer_best", "peer_rows", "peer_sum") else []
     assert fields(RECORDS[kernel]) + further == parameters_of(kernel)
 
 
