@@ -18,6 +18,7 @@ from megatron_async.sampling.sample import SampleInputs
 
 if TYPE_CHECKING:
     from megatron_async.kernels.ranks.mailbox import Mailbox
+    from megatron_async.kernels.ranks.peer_rows import PeerRows
     from megatron_async.kernels.ranks.peer_sum import PeerSum, PeerWords
 
 
@@ -84,7 +85,9 @@ class ModelParallel:
         expert_tensor_rank: its place among those that have a share of each.
     """
 
-    scratch: ClassVar[frozenset[str]] = frozenset({"_sends", "expert_words", "tensor_words"})
+    scratch: ClassVar[frozenset[str]] = frozenset(
+        {"_peer_rows", "_sends", "expert_words", "tensor_words"}
+    )
     """What ranks send each other holds nothing of the weights: see ``graph_audit``."""
 
     def __init__(
@@ -133,6 +136,7 @@ class ModelParallel:
             self._mail = peer_memory.open_mail(self._messages, device, to)
         self.tensor_words: PeerWords | None = peer_memory.open_words(self._tensor, device)
         self._peer_sums: dict[int, PeerSum] = {}
+        self._peer_rows: dict[int, PeerRows] = {}
         self.expert_words = self.tensor_words
         if layout.expert not in (1, layout.tensor):
             self.expert_words = peer_memory.open_words(self._experts, device)
@@ -185,16 +189,47 @@ class ModelParallel:
         return x
 
     def sum_rows(self, partial: Tensor) -> Tensor:
-        """The sum over tensor-parallel ranks of ``[..., hidden size]``, which each has a part of.
-        Few rows go through each other's memory, where the ranks reach it."""
+        """The sum over tensor-parallel ranks of ``[..., hidden size]``, which each has a part of;
+        it may be in the place of that part. Up to some hundred rows go through each other's
+        memory, where the ranks reach it."""
         size = partial.shape[-1]
         rows = partial.numel() // size
+        many = self._rows_kernel(partial)
+        if many is not None:
+            many.sum_(partial.view(rows, size))
+            return partial
         kernel = self._peer_sum(size, partial)
         if kernel is None or not rows or kernel.why_not(rows) is not None:
             return self.sum_(partial)
         total = torch.zeros_like(partial)
         kernel(partial.view(rows, size), total.view(rows, size), 1 << (rows - 1).bit_length())
         return total
+
+    def norms_behind_sum(self, like: Tensor) -> PeerRows | None:
+        """What adds up rows like these, adds the sum to the residual stream and norms it, in one
+        kernel; None where these are kernels of their own."""
+        from megatron_async.kernels.ranks import peer_rows
+
+        kernel = self._rows_kernel(like)
+        return kernel if kernel is not None and kernel.norms and peer_rows.FUSES_NORM else None
+
+    def _rows_kernel(self, like: Tensor) -> PeerRows | None:
+        """The kernel for so many rows; None where others add them up."""
+        if self.tensor_words is None or self.tensor_words.of_rows is None:
+            return None
+        if like.dtype != torch.bfloat16 or not like.is_contiguous():
+            return None
+        from megatron_async.kernels.ranks import peer_rows
+
+        size = like.shape[-1]
+        rows = like.numel() // size
+        if rows < peer_rows.LEAST_ROWS:
+            return None
+        if size not in self._peer_rows:
+            words = self.tensor_words.of_rows
+            self._peer_rows[size] = peer_rows.PeerRows(words, size, like.device)
+        kernel = self._peer_rows[size]
+        return kernel if kernel.why_not(rows) is None else None
 
     def _peer_sum(self, size: int, like: Tensor) -> PeerSum | None:
         """The kernel for rows of ``size``; None where this rank has none."""

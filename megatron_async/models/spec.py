@@ -79,16 +79,24 @@ class RowParallelLinear(MegatronRowParallelLinear):  # type: ignore[misc]
         """``[S, B, K]``, this rank's share of K, to the whole ``[S, B, N]``, and a bias that is yet
         to be added."""
         ranks: parallel.ModelParallel | None = self.__dict__["_ranks"]
-        is_own = self.input_is_parallel and not (
-            self.explicit_expert_comm or self.sequence_parallel
-        )
-        if ranks is None or torch.is_grad_enabled() or not is_own:
+        if ranks is None or torch.is_grad_enabled() or not self._sums_up:
             result: tuple[Tensor, Tensor | None] = super().forward(input_)
             return result
         total = ranks.sum_rows(F.linear(input_, self.weight))
         if self.skip_bias_add:
             return total, self.bias
         return (total if self.bias is None else total + self.bias), None
+
+    @property
+    def _sums_up(self) -> bool:
+        """It has partial sums, and adds them up itself."""
+        elsewhere = self.explicit_expert_comm or self.sequence_parallel
+        return bool(self.input_is_parallel and not elsewhere)
+
+    @property
+    def leaves_bias(self) -> bool:
+        """It adds up over ranks, and leaves its bias to the caller."""
+        return bool(self.skip_bias_add and self._sums_up)
 
 
 class BiasedRowParallelLinear(RowParallelLinear):
@@ -126,6 +134,8 @@ class DecoderLayer(TransformerLayer):  # type: ignore[misc]
             return result
         if context.batch_invariant and not mask and self._joins_products():
             return self._with_products(hidden, context), None
+        if not (context.batch_invariant or mask) and self._joins_sums(hidden):
+            return self._with_sums(hidden, context), None
         attended, bias = self.self_attention(
             self.input_layernorm(hidden), inference_context=context
         )
@@ -164,6 +174,24 @@ class DecoderLayer(TransformerLayer):  # type: ignore[misc]
             return _add_product(mlp.linear_fc2, inner, next_norm, hidden)
         return _add(mlp(normed), next_norm, hidden)
 
+    def _joins_sums(self, hidden: Tensor) -> bool:
+        """Whether sums over ranks go together with what is behind them, as products do."""
+        ranks: parallel.ModelParallel | None = vars(self.self_attention.linear_proj).get("_ranks")
+        joins = ranks is not None and ranks.norms_behind_sum(hidden) is not None
+        return joins and self.may_join_products() and multiplies_with_swiglu(self.mlp)
+
+    def _with_sums(self, hidden: Tensor, context: Any) -> Tensor:
+        """The layer with the same bits, where ranks have partial sums of it."""
+        norm, next_norm = self.pre_mlp_layernorm, self.__dict__.get("next_norm")
+        attention, mlp = self.self_attention, self.mlp
+        attended = attention.attended(context, self.input_layernorm(hidden))
+        hidden = _add_sum(attention.linear_proj, attended, norm, hidden)
+        normed = norm(hidden)
+        inner = _swiglu_of_many(mlp, normed)
+        if inner is None:
+            inner = mlp.activation_func(mlp.linear_fc1(normed)[0])
+        return _add_sum(mlp.linear_fc2, inner, next_norm, hidden)
+
 
 def _watched(*modules: Any) -> bool:
     return any(each._forward_hooks or each._forward_pre_hooks for each in modules)
@@ -184,6 +212,20 @@ def _add_product(linear: Any, x: Tensor, norm: Any, hidden: Tensor) -> Tensor:
         return _add(linear(x), norm, hidden)
     total: Tensor = norm.add(parts, linear.bias, hidden, in_segments=True)
     return total
+
+
+def _add_sum(linear: Any, x: Tensor, norm: Any, hidden: Tensor) -> Tensor:
+    """:func:`_add` of a row-parallel layer, whose sum over ranks goes together with the norm if it
+    can."""
+    is_plain = type(linear) in (RowParallelLinear, BiasedRowParallelLinear)
+    joins = is_plain and linear.leaves_bias and not _watched(linear)
+    if not joins or not isinstance(norm, Norm) or not norm.sums_over_ranks:
+        return _add(linear(x), norm, hidden)
+    ranks: parallel.ModelParallel | None = vars(linear)["_ranks"]
+    sums = None if ranks is None else ranks.norms_behind_sum(hidden)
+    if sums is None:
+        return _add(linear(x), norm, hidden)
+    return norm.add_over_ranks(F.linear(x, linear.weight), linear.bias, hidden, sums)
 
 
 def _product_with_swiglu(mlp: Any, x: Tensor) -> Tensor | None:

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_async.kernels.ranks import mailbox, peer_best, peer_sum
+from megatron_async.kernels.ranks import mailbox, peer_best, peer_rows, peer_sum
 from megatron_async.kernels.ranks.mailbox import Mailbox
 from megatron_async.kernels.ranks.peer_best import PeerBest
+from megatron_async.kernels.ranks.peer_rows import RowWords
 from megatron_async.kernels.ranks.peer_sum import PeerWords, word_count
 from megatron_async.kernels.ranks.peers import MOST_RANKS
 
@@ -111,13 +112,23 @@ def _first_reason(said: list[Any]) -> str | None:
 
 
 def _meet(group: Any, ranks: int, device: torch.device) -> PeerWords:
-    """Words for sums, and behind them those for the best of all."""
-    count = word_count(ranks, MOST_ELEMENTS)
-    rank, memory = _memory_of_all(group, ranks, device, count + peer_best.word_count(ranks))
-    launches = torch.zeros(peer_sum.CTAS, dtype=torch.int32, device=device)
-    of_sums = tuple(each[:count] for each in memory)
-    best = PeerBest(rank, tuple(each[count:] for each in memory))
-    return PeerWords(rank, of_sums, launches, MOST_ELEMENTS, best)
+    """Words for sums, behind them those for the best of all, and those for sums of many rows."""
+    capacity = peer_rows.capacity_of(ranks)
+    counts = (
+        word_count(ranks, MOST_ELEMENTS), peer_best.word_count(ranks),
+        peer_rows.word_count(ranks, capacity),
+    )  # fmt: skip
+    rank, memory = _memory_of_all(group, ranks, device, sum(counts))
+    of_sums, of_best, of_rows = zip(*(each.split(counts) for each in memory), strict=True)
+
+    def launches(ctas: int) -> Tensor:
+        return torch.zeros(ctas, dtype=torch.int32, device=device)
+
+    many = None
+    if capacity:
+        many = RowWords(rank, of_rows, launches(peer_rows.CTAS), capacity)
+    best = PeerBest(rank, of_best)
+    return PeerWords(rank, of_sums, launches(peer_sum.CTAS), MOST_ELEMENTS, best, many)
 
 
 def _memory_of_all(

@@ -54,7 +54,8 @@ class RowWords(NamedTuple):
 
     Args:
         rank: this one's place in the group.
-        memory: int64 ``[word_count]`` of each rank, as this one reaches it: of its own what it gets.
+        memory: int64 ``[word_count]`` of each rank, as this one reaches it: of its own what it
+            gets.
         launches: int32, one for each CTA of the grid, which counts them.
         capacity: elements that a rank can send to another in a launch.
     """

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.compile import Bf16, Fp32, Int32, Int64, kernel
 from megatron_async.kernels.ranks.peer_best import PeerBest
+from megatron_async.kernels.ranks.peer_rows import RowWords
 from megatron_async.kernels.ranks.peers import Peers
 
 CTAS, THREADS = 128, 128
@@ -52,6 +53,7 @@ class PeerWords(NamedTuple):
         launches: int32, one for each CTA of the grid, which counts them.
         capacity: elements that a rank can send in a launch, see :func:`word_count`.
         best: finds the best of the same ranks; None where there are no words for it.
+        of_rows: words of sums of many rows; None where there are none.
     """
 
     rank: int
@@ -59,6 +61,7 @@ class PeerWords(NamedTuple):
     launches: Tensor
     capacity: int
     best: PeerBest | None = None
+    of_rows: RowWords | None = None
 
     @property
     def ranks(self) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron_async.kernels.ranks.peer_rows import PeerRows
 
 _FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -57,6 +60,26 @@ class Norm(torch.nn.Module):
         hidden, normed = self._kernel(x, residual, x_bias, in_segments)
         hidden.normed_by = (self, normed)  # type: ignore[attr-defined]
         return hidden
+
+    def add_over_ranks(
+        self, partial: Tensor, x_bias: Tensor | None, residual: Tensor, sums: PeerRows
+    ) -> Tensor:
+        """:meth:`add` of the sum over ranks of ``partial``, with the same bits and in one kernel.
+        For norms with :attr:`sums_over_ranks`."""
+        size = residual.shape[-1]
+        hidden, normed = sums.add_norm(
+            partial.view(-1, size), residual.view(-1, size), self.weight, self.eps, x_bias,
+            self.offset,
+        )  # fmt: skip
+        hidden, normed = hidden.view(residual.shape), normed.view(residual.shape)
+        hidden.normed_by = (self, normed)  # type: ignore[attr-defined]
+        return hidden
+
+    @property
+    def sums_over_ranks(self) -> bool:
+        """Whether :meth:`add_over_ranks` computes this norm."""
+        is_plain = not self.center and self.bias is None and self.feeds is None
+        return is_plain and self.weight.dtype == torch.bfloat16
 
     def forward(self, x: Tensor) -> Tensor:
         if fusable(x):

@@ -139,9 +139,7 @@ class Case:
     def check_norm(self, hidden: Tensor) -> None:
         """On a GPU the bits are those of Triton's kernel."""
         norm = add_norm if hidden.is_cuda else add_norm_reference
-        _, expected = norm(
-            hidden, None, self.weight, None, EPS, center=False, offset=self.offset
-        )
+        _, expected = norm(hidden, None, self.weight, None, EPS, center=False, offset=self.offset)
         if hidden.is_cuda:
             assert same_bits(self.normed[0], expected)
         torch.testing.assert_close(self.normed[0], expected, rtol=2**-7, atol=1e-6)
@@ -230,7 +228,9 @@ def test_nan_arrives_and_stays(device: torch.device, ranks: int) -> None:
 
 
 @emulated
-@pytest.mark.parametrize(("ranks", "hidden", "norm"), [(2, 64, False), (2, 512, True), (3, 64, False)])
+@pytest.mark.parametrize(
+    ("ranks", "hidden", "norm"), [(2, 64, False), (2, 512, True), (3, 64, False)]
+)
 @pytest.mark.parametrize("rows", [(4, 4, 4, 4, 4), (1, 4, 1, 3, 4), (4, 1, 4, 1, 4)])
 def test_a_rank_may_be_a_launch_ahead(
     ranks: int, hidden: int, norm: bool, rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
