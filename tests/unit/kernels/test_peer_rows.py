@@ -5,6 +5,9 @@ All ranks are in this process, as in ``test_peer_sum.py``.
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +18,9 @@ from megatron_async.kernels.norm.add_norm import add_norm, add_norm_reference
 from megatron_async.kernels.ranks import peer_rows
 from megatron_async.kernels.ranks.peer_rows import PeerRows, RowWords, threads_of, word_count
 from tests.support import emulator
+from tests.support.child_environment import child_environment
 from tests.support.cuda_kernels import device, emulated, on_both, on_gpu
+from tests.support.patience import PATIENCE_SECONDS
 
 __all__ = ["device"]
 
@@ -65,9 +70,15 @@ class Ranks:
             torch.cuda.synchronize()
 
     def load(self, rows: list[int]) -> None:
-        """Nothing may be compiled or loaded while a kernel waits for another rank's."""
+        """Nothing may be compiled, loaded or allocated while a kernel waits for another rank's."""
         if self.device.type != "cuda":
             return
+        for stream in self.streams:
+            with torch.cuda.stream(stream):
+                for count in rows:
+                    where: Any = {"device": self.device, "dtype": torch.bfloat16}
+                    kept = [torch.empty(count, self.hidden, **where) for _ in range(4)]
+                    del kept
         for sums in self.sums:
             for count in rows:
                 for norm in (False, True):
@@ -329,6 +340,37 @@ def test_ranks_run_at_their_own_pace(captured: bool) -> None:
         torch.cuda.synchronize()
         for part, last in zip(steps.parts, steps.last, strict=True):
             assert same_bits(part, last)
+
+
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(["--one-gpu"], marks=on_gpu, id="one GPU"),
+        pytest.param([], marks=[*on_gpu, needs_two], id="two GPUs"),
+    ],
+)
+def test_processes_have_the_bits_of_kernels_apart(options: list[str]) -> None:
+    script = Path(__file__).parents[3] / "scripts" / "bench_peer_sum.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    subprocess.run(
+        [
+            *command,
+            "--many-rows",
+            "--hidden-sizes",
+            "2880",
+            "4096",
+            "--rows",
+            "65",
+            "512",
+            *options,
+        ],
+        env=child_environment(),
+        check=True,
+        timeout=PATIENCE_SECONDS,
+    )
 
 
 @pytest.mark.parametrize(("hidden", "threads"), [(64, 32), (1024, 64), (2880, 256), (4096, 256)])
