@@ -214,7 +214,7 @@ class ModelParallel:
         return kernel if kernel is not None and kernel.norms and peer_rows.FUSES_NORM else None
 
     def _rows_kernel(self, like: Tensor) -> PeerRows | None:
-        """The kernel for so many rows; None where others add them up."""
+        """The kernel that takes rows like these; None where others add them up."""
         if self.tensor_words is None or self.tensor_words.of_rows is None:
             return None
         if like.dtype != torch.bfloat16 or not like.is_contiguous():

@@ -24,6 +24,7 @@
 #define VECTORS (H / 8)                            // of a row, of 16 bytes
 #define EACH ((VECTORS + THREADS - 1) / THREADS)  // of a thread in each row
 #define WARPS (THREADS / 32)
+#define OTHERS (RANKS - 1)
 
 static_assert(H % 8 == 0 && THREADS % 32 == 0 && WARPS <= 32, "whole warps");
 static_assert((WARPS & (WARPS - 1)) == 0, "a tree of warps");
@@ -61,28 +62,31 @@ __device__ __forceinline__ u32* words_of(u64* memory, u32 half, int sender, int 
   return (u32*)memory + (size_t)(half * RANKS + sender) * (CAPACITY / 2) + vector * 4;
 }
 
+// The place of the i-th of all other ranks.
+__device__ __forceinline__ int other(int i, int rank) { return i < rank ? i : i + 1; }
+
 // What all others have sent of a row, in whose place there are zeros then.
-__device__ __forceinline__ void receive(Vec (&got)[EACH][RANKS], u64* received, u32 half, int rank, int row) {
+__device__ __forceinline__ void receive(Vec (&got)[EACH][OTHERS], u64* received, u32 half, int rank, int row) {
   bool missing = true;
   while (missing) {  // all at once: each is a trip to L2
 #pragma unroll
     for (int e = 0; e < EACH; e++)
 #pragma unroll
-      for (int from = 0; from < RANKS; from++)
-        if (from != rank && is_inside(e)) got[e][from] = poll_peer(words_of(received, half, from, row, e));
+      for (int i = 0; i < OTHERS; i++)
+        if (is_inside(e)) got[e][i] = poll_peer(words_of(received, half, other(i, rank), row, e));
     missing = false;
 #pragma unroll
     for (int e = 0; e < EACH; e++)
 #pragma unroll
-      for (int from = 0; from < RANKS; from++)
-        if (from != rank && is_inside(e)) missing |= !has_arrived(got[e][from]);
+      for (int i = 0; i < OTHERS; i++)
+        if (is_inside(e)) missing |= !has_arrived(got[e][i]);
     if (missing) wait_a_little();
   }
 #pragma unroll
   for (int e = 0; e < EACH; e++)
 #pragma unroll
-    for (int from = 0; from < RANKS; from++)
-      if (from != rank && is_inside(e)) *(Vec*)words_of(received, half, from, row, e) = Vec{0, 0, 0, 0};
+    for (int i = 0; i < OTHERS; i++)
+      if (is_inside(e)) *(Vec*)words_of(received, half, other(i, rank), row, e) = Vec{0, 0, 0, 0};
 }
 
 // The sum of squares of a row, in the order of _add_norm_kernel. `turn` is another one in the next row.
@@ -104,8 +108,8 @@ __device__ __forceinline__ float sum_of_squares(const float (&v)[EACH][8], int t
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     peer_rows(const u16* partial, u64* received, int rank, int rows, u32* launches, const u16* bias,
-              const u16* residual, const u16* weight, float offset, float eps, u16* total, u16* normed,
-              PEERS) {
+              const u16* residual, const u16* weight, float offset, float columns, float eps, u16* total,
+              u16* normed, PEERS) {
   u64* const to[8] = ALL_PEERS;
   auto row_of = [](int k) { return k * CTAS + (int)blockIdx.x; };
   auto element_of = [&](int k, int e) { return ((size_t)row_of(k) * VECTORS + vector_of(e)) * 8; };
@@ -129,30 +133,33 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int e = 0; e < EACH; e++)
 #pragma unroll
-      for (int peer = 0; peer < RANKS; peer++)
-        if (peer != rank && row_of(k) < rows && is_inside(e))
-          publish_to_peer(words_of(to[peer], half, rank, row_of(k), e), as_sent(own[k][e]));
+      for (int i = 0; i < OTHERS; i++)
+        if (row_of(k) < rows && is_inside(e))
+          publish_to_peer(words_of(i < rank ? to[i] : to[i + 1], half, rank, row_of(k), e), as_sent(own[k][e]));
 #pragma unroll
   for (int k = 0; k < OWN; k++)
 #pragma unroll
     for (int e = 0; e < EACH; e++)
       if (NORM && row_of(k) < rows && is_inside(e)) before[k][e] = load_l2_vec(residual + element_of(k, e));
+  Vec weights[EACH];
+#pragma unroll
+  for (int e = 0; e < EACH; e++)
+    if (NORM && row_of(0) < rows && is_inside(e)) weights[e] = *(const Vec*)(weight + vector_of(e) * 8);
 
 #pragma unroll
   for (int k = 0; k < OWN; k++) {
     if (row_of(k) >= rows) break;  // the whole CTA
-    Vec got[EACH][RANKS];
+    Vec got[EACH][OTHERS];
     receive(got, received, half, rank, row_of(k));
     float v[EACH][8] = {};
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
       if (!is_inside(e)) continue;
 #pragma unroll
-      for (int from = 0; from < RANKS; from++)
-        if (from == rank)
-          add(v[e], own[k][e]);
-        else
-          add(v[e], got[e][from]);
+      for (int from = 0; from < RANKS; from++) {
+        const Vec one_before = got[e][from ? from - 1 : 0], one = got[e][from < OTHERS ? from : 0];
+        add(v[e], from == rank ? own[k][e] : from > rank ? one_before : one);
+      }
       Vec out = rounded(v[e]);
       if (NORM) {
         widen(v[e], out);
@@ -164,13 +171,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       *(Vec*)(total + element_of(k, e)) = out;
     }
     if (!NORM) continue;
-    const float mean = quotient(sum_of_squares(v, k & 1), (float)H);
+    // Columns are H: of a constant the compiler would know another inverse than the GPU.
+    const float mean = quotient(sum_of_squares(v, k & 1), columns);
     const float scale = quotient(1.f, square_root(mean + eps));
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
       if (!is_inside(e)) continue;
       float w[8];
-      widen(w, *(const Vec*)(weight + vector_of(e) * 8));
+      widen(w, weights[e]);
 #pragma unroll
       for (int i = 0; i < 8; i++) v[e][i] = __fmul_rn(__fmul_rn(v[e][i], scale), w[i] + offset);
       *(Vec*)(normed + element_of(k, e)) = rounded(v[e]);

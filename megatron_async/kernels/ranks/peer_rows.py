@@ -43,6 +43,7 @@ class PeerRowsArguments(NamedTuple):
     residual: Bf16 | None
     weight: Bf16 | None
     offset: float
+    columns: float
     eps: float
     total: Bf16
     normed: Bf16 | None
@@ -180,7 +181,7 @@ class PeerRows:
         rows = partial.shape[0]
         arguments = PeerRowsArguments(
             partial, memory[words.rank], words.rank, rows, words.launches, bias, residual, weight,
-            float(offset), float(eps), total, normed,
+            float(offset), float(self._hidden_size), float(eps), total, normed,
         )  # fmt: skip
         peers = Peers.of(memory, words.rank)
         source, macros = self.work(rows, norm=norm)

@@ -318,7 +318,7 @@ class Steps:
 
 @pytest.mark.parametrize("captured", [pytest.param(x, marks=on_gpu) for x in (False, True)])
 def test_ranks_run_at_their_own_pace(captured: bool) -> None:
-    """The host waits for neither between the sums, with graphs or without."""
+    """The host waits for neither between the sums, with graphs or without; one of them is late."""
     torch.manual_seed(1)
     group = Ranks(2, 2048, torch.device("cuda"), max(Steps.ROWS), 64)  # all CTAs at once
     group.load(list(Steps.ROWS))
@@ -330,12 +330,14 @@ def test_ranks_run_at_their_own_pace(captured: bool) -> None:
             for turn in range(steps.COUNT):
                 steps.launch(rank, turn)
         graphs.append(graph)
-    for _ in range(50):
+    for late in range(50):
         steps.reset()
         torch.cuda.synchronize()
         for turn in range(1 if captured else steps.COUNT):
             for rank, stream in enumerate(group.streams):
                 with torch.cuda.stream(stream):
+                    if rank == late % 2 and turn % 3 == late % 3:
+                        torch.cuda._sleep(late * 10_000)  # cycles
                     graphs[rank].replay() if captured else steps.launch(rank, turn)
         torch.cuda.synchronize()
         for part, last in zip(steps.parts, steps.last, strict=True):
