@@ -126,6 +126,8 @@ std::vector<Range> memory;  // what the kernel may touch
 std::vector<std::pair<Range, std::vector<char>>> late;  // what the kernel before writes
 std::vector<Word> sent_to_peers;  // and not there yet
 unsigned long events;
+unsigned late_begin, late_count;  // of blocks that begin after so many rounds
+int late_rounds;
 void (*body)();
 
 // Unlike swapcontext, these two make no system call.
@@ -370,6 +372,10 @@ void await_wgmma(size_t pending) {
 }  // namespace emulator
 
 using namespace emulator;
+
+extern "C" void let_blocks_be_late(unsigned begin, unsigned count, int rounds) {
+  late_begin = begin, late_count = count, late_rounds = rounds;
+}
 
 void __syncthreads() { arrive_and_wait(fiber->block->barrier); }
 void __syncwarp() { arrive_and_wait(warp().barrier); }
@@ -653,6 +659,7 @@ void run_cluster(const std::vector<Index>& indices, int threads, int shared_byte
     block.memory.assign(shared_bytes, (char)0xff);
     block.barrier.expected = block.predecessor.expected = block.running = threads;
     if (indices.size() > 1) block.held = random_bits() % 20;
+    if (index.x - late_begin < late_count) block.held = late_rounds;
     block.warps.resize(threads / 32);
     for (Warp& w : block.warps) w.barrier.expected = 32;
     block.warpgroups.resize(threads / 128);
@@ -676,7 +683,8 @@ void run_cluster(const std::vector<Index>& indices, int threads, int shared_byte
     std::shuffle(fibers.begin(), fibers.end(), random_bits);
     bool held = false;
     for (Block& block : all.blocks) {
-      if (all.blocks.size() > 1 && random_bits() % 16 == 0) block.held = random_bits() % 20;
+      const bool falls_behind = all.blocks.size() > 1 && random_bits() % 16 == 0;
+      if (falls_behind) block.held = max(block.held, (int)(random_bits() % 20));
       held |= block.running > 0 && block.held-- > 0;
     }
     for (auto& f : fibers) {

@@ -85,6 +85,8 @@ _OF_SECOND_LAYERS = ("x",)
 """The first layers' launch waits for the router before it lets the second layers' begin."""
 _RANKS = {"peer_sum": "RANKS", "peer_best": "RANKS", "peer_rows": "RANKS"}
 """The macro with the number of ranks, where their launches wait for each other."""
+LATE_ROUNDS = 2000
+"""Turns of all threads before a late rank begins; on time it has at most 20 to wait."""
 SM_COUNT = 132
 """Of an emulated GPU, unless a test says otherwise."""
 
@@ -102,6 +104,8 @@ class EmulatedKernel:
         self._ranks = defines[_RANKS[source]] if source in _RANKS else 1
         self.in_a_row = 1
         """Launches of each rank that run one after the other, at each rank's own pace."""
+        self.late_rank: int | None = None
+        """A rank none of whose CTAs begins before the others have long waited for it."""
         self._waiting: list[tuple[Any, ...]] = []
         self._library = ctypes.CDLL(_library(program(source, defines)))
         self._library.run.restype = ctypes.c_char_p
@@ -134,6 +138,8 @@ class EmulatedKernel:
         addresses = [ctypes.cast(ctypes.pointer(value), ctypes.c_void_p) for value in values]
         count = len(ranges)
         x, *others = grid
+        late = (0, 0, 0) if self.late_rank is None else (self.late_rank * x, x, LATE_ROUNDS)
+        _runtime().let_blocks_be_late(*late)
         error = self._library.run(
             (ctypes.c_void_p * len(values))(*addresses),
             (ctypes.c_int * 3)(x * self._ranks, *others),

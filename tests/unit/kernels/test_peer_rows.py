@@ -269,6 +269,28 @@ def test_a_rank_may_be_a_launch_ahead(
             case.check()
 
 
+@emulated
+@pytest.mark.parametrize(("ranks", "late"), [(2, 0), (2, 1), (3, 1)])
+def test_a_rank_may_be_late(ranks: int, late: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By any time: the others have sent all there is to send, and wait."""
+    emulator.install(monkeypatch)
+    torch.manual_seed(late)
+    group = Ranks(ranks, 256, torch.device("cpu"), 4, SMALL)
+    kernel = peer_rows.kernel(*group.sums[0].work(4, norm=True), group.device)
+    monkeypatch.setattr(kernel, "late_rank", late)
+    for in_a_row in (1, 3):
+        monkeypatch.setattr(kernel, "in_a_row", in_a_row)
+        cases = [Case(group, 4, norm=True) for _ in range(in_a_row)]
+
+        def launch(rank: int, cases: list[Case] = cases) -> None:
+            for case in cases:
+                case.launch(rank)
+
+        group.each(launch)
+        for case in cases:
+            case.check()
+
+
 @on_both("ranks", gpu=[(2,)], small=[(2,)])
 def test_launches_count_on_past_the_largest_number(device: torch.device, ranks: int) -> None:
     """Halves go on in turns, and launches of no rows do not count."""
