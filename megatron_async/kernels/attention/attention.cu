@@ -85,6 +85,16 @@
 #define SHARED_BYTES (ALL_SENT_AT + 16)
 #define SPLIT_TILES (SPLIT_TOKENS * CLUSTER / 16)
 #define DYNAMIC (LANE_ROWS > 1 && CLUSTER == 1)
+// What is read of the next item's token is kept in registers, unless these are full of sums.
+#define EARLY_TOKEN (DYNAMIC && WINDOW == 1 && EIGHTS * D <= 256)
+#define EACH ((GROUP + 1 + WARPS) / WARPS)  // vectors of a warp: queries, key, value
+#if EARLY_TOKEN
+#define LOADED u16
+#define AS_LOADED(x) (x)
+#else
+#define LOADED float
+#define AS_LOADED(x) widen(x)
+#endif
 
 static_assert(D % 16 == 0 && D <= 256 && GROUP <= 16 && BLOCK % 16 == 0, "shape");
 static_assert(WINDOW <= 16 && GROUP % SHARES == 0 && (WINDOW > 1 || SHARES == 1 && !GAPS), "window");
@@ -156,11 +166,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   const u32 ring = base + warp * RING_BYTES;
 
   // --- which split ---------------------------------------------------------------------------------
-#if GAPS
-  struct First {
+  struct First {  // token of a row
     i64 slot;
     int position, gap;
   };
+#if GAPS
   auto first_of = [&](int row) {  // the first token of a row: others are not below its slot
     First first;
 #pragma unroll
@@ -173,6 +183,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   };
   auto tokens_of = [&](int row) { return row < rows ? first_of(row).position : 0; };
 #else
+  auto first_of = [&](int row) {
+    return First{load_l2(slots + row * WINDOW), (int)load_l2(positions + row * WINDOW), 0};
+  };
   auto tokens_of = [&](int row) { return row < rows ? (int)load_l2(positions + row * WINDOW) : 0; };
 #endif
   auto splits_of = [&](int row, int tokens) {
@@ -206,33 +219,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     int gap;  // tokens in front of the row's first one
 #endif
   };
-  auto find = [&](int number) {
-    Item item;
-    const int which = number / ITEM_HEADS;
+  auto head_of = [](Item& item, int number) {
     item.head = number % ITEM_HEADS / SHARES;
     item.share = number % SHARES;
-    if (LANE_ROWS > 1 && all_splits == rows) {
-      item.row = which, item.split = 0, item.splits = 1;
-      item.position = tokens_of(which);
-    } else {
-      const int owner = __popc(__ballot_sync(~0u, until <= which));
-      const int before = __shfl_sync(~0u, until - own_splits, owner);
-      if (LANE_ROWS == 1) {
-        item.row = owner;
-        item.split = which - before;
-        item.splits = __shfl_sync(~0u, own_splits, owner);
-        item.position = __shfl_sync(~0u, length[0], owner);
-      } else {  // the owner's rows, one in each lane
-        const int row = owner * LANE_ROWS + lane, tokens = lane < LANE_ROWS ? tokens_of(row) : 0;
-        const int splits = lane < LANE_ROWS ? splits_of(row, tokens) : 0;
-        const int row_until = up_to_this_lane(splits);
-        const int j = __popc(__ballot_sync(~0u, lane < LANE_ROWS && before + row_until <= which));
-        item.row = owner * LANE_ROWS + j;
-        item.split = which - before - __shfl_sync(~0u, row_until - splits, j);
-        item.splits = __shfl_sync(~0u, splits, j);
-        item.position = __shfl_sync(~0u, tokens, j);
-      }
-    }
+  };
+  auto tiles_of = [&](Item& item) {
     const int tiles = TILES(item.position);
     const int begin = tiles * item.split / item.splits;
     const int these = tiles * (item.split + 1) / item.splits - begin;
@@ -242,6 +233,60 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #if SLIDING_WINDOW
     item.first += EDGE(item.position) / 16;
 #endif
+  };
+  auto own_token_of = [&](Item& item) {
+    const int token = item.row * WINDOW + min(lane, WINDOW - 1);
+    item.own_position = (int)load_l2(positions + token);
+    item.own_slot = load_l2(slot_mapping + token);
+  };
+#if LANE_ROWS > 1
+  // An item is found in two steps, so that what the first one loads may be on its way for long: each
+  // lane looks at a row that may be the item's.
+  auto look = [&](int number) {
+    const int which = number / ITEM_HEADS;
+    int row = which;
+    if (all_splits != rows)
+      row = __popc(__ballot_sync(~0u, until <= which)) * LANE_ROWS + lane % LANE_ROWS;
+    return row < rows ? first_of(row) : First{0, 0, 0};
+  };
+  auto found = [&](int number, const First& seen) {
+    Item item;
+    const int which = number / ITEM_HEADS;
+    head_of(item, number);
+    int j = 0;  // the lane that has seen it
+    item.row = which, item.split = 0, item.splits = 1;
+    if (all_splits != rows) {
+      const int owner = __popc(__ballot_sync(~0u, until <= which));
+      const int before = __shfl_sync(~0u, until - own_splits, owner);
+      const int splits = lane < LANE_ROWS ? splits_of(owner * LANE_ROWS + lane, seen.position) : 0;
+      const int row_until = up_to_this_lane(splits);
+      j = __popc(__ballot_sync(~0u, lane < LANE_ROWS && before + row_until <= which));
+      item.row = owner * LANE_ROWS + j;
+      item.split = which - before - __shfl_sync(~0u, row_until - splits, j);
+      item.splits = __shfl_sync(~0u, splits, j);
+    }
+    item.position = __shfl_sync(~0u, seen.position, j);
+    item.table = block_table + __shfl_sync(~0u, seen.slot, j) * columns;
+#if GAPS
+    item.gap = __shfl_sync(~0u, seen.gap, j);
+#endif
+    tiles_of(item);
+    if (WINDOW > 1) own_token_of(item);
+    return item;
+  };
+  auto find = [&](int number) { return found(number, look(number)); };
+#else
+  auto find = [&](int number) {
+    Item item;
+    const int which = number / ITEM_HEADS;
+    head_of(item, number);
+    const int owner = __popc(__ballot_sync(~0u, until <= which));
+    const int before = __shfl_sync(~0u, until - own_splits, owner);
+    item.row = owner;
+    item.split = which - before;
+    item.splits = __shfl_sync(~0u, own_splits, owner);
+    item.position = __shfl_sync(~0u, length[0], owner);
+    tiles_of(item);
 #if GAPS
     const First first = first_of(item.row);
     item.table = block_table + first.slot * columns;
@@ -249,24 +294,22 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #else
     item.table = block_table + load_l2(slots + item.row * WINDOW) * columns;
 #endif
-    if (WINDOW > 1) {
-      const int token = item.row * WINDOW + min(lane, WINDOW - 1);
-      item.own_position = (int)load_l2(positions + token);
-      item.own_slot = load_l2(slot_mapping + token);
-    }
+    if (WINDOW > 1) own_token_of(item);
     return item;
   };
+#endif
 
   int blocks = 0;  // of the cache, for the next 32 tiles of this warp, one in each lane
-  auto issue = [&](const Item& item, int i) {
-    if (i % 32 == 0) {
-      const int tile = item.first + (i + lane) * WARPS;
-      blocks = i + lane < item.count ? (int)load_l2(item.table + tile * 16 / BLOCK) : 0;
-    }
+  auto blocks_of = [&](const Item& item, int i) {
+    const int tile = item.first + (i + lane) * WARPS;
+    return i + lane < item.count ? (int)load_l2(item.table + tile * 16 / BLOCK) : 0;
+  };
+  auto issue = [&](const Item& item, int i, int slot) {
+    if (i % 32 == 0 && (!DYNAMIC || i > 0)) blocks = blocks_of(item, i);
     i64 block = __shfl_sync(~0u, blocks, i % 32);
     int token = (item.first + i * WARPS) * 16;
     size_t at = ((size_t)(block * BLOCK + token % BLOCK) * KV_HEADS + item.head) * D;
-    u32 into = ring + i % ST * STAGE_BYTES;
+    u32 into = ring + slot * STAGE_BYTES;
 #pragma unroll
     for (int j = 0; j < (CHUNKS + 1) / 2; j++) {
       int unit = lane + 32 * j, r = unit / CHUNKS, c = unit % CHUNKS;
@@ -283,9 +326,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   };
   auto start = [&](const Item& item) {
     for (int s = 0; s < ST; s++) {
-      if (s < item.count) issue(item, s);
+      if (s < item.count) issue(item, s, s);
       commit_copies();
     }
+  };
+  auto touch_angles = [&](const Item& item) {
     if (ROPE && WINDOW == 1 && threadIdx.x < D / 32)
       touch(cos_sin + (size_t)item.position * D + threadIdx.x * 32);
     for (int token = 0; ROPE && WINDOW > 1 && token < WINDOW; token++) {
@@ -310,7 +355,18 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     arrive_in_cluster();  // peers may send
   }
   Item item = find(number);
+  if (DYNAMIC) blocks = blocks_of(item, 0);
   start(item);
+  touch_angles(item);
+#if DYNAMIC
+  // What a CTA knows of its next item while it attends to one: the first two are given, of others it
+  // takes the number from a counter, and looks at them, in the item before the last.
+  number += gridDim.x;
+  First seen{0, 0, 0};
+  if (number < items) seen = look(number);
+  Item next = item;
+  int next_blocks = 0, slot = 0;  // slot: of the ring, where the next tile to be read is
+#endif
   // Queries and new tokens that do not exist are zeros.
   const int zeros_at = WINDOW > 1 ? NEW_AT : Q_AT;
   for (int i = threadIdx.x; i < (PARTS_AT - zeros_at) / 16; i += THREADS)
@@ -331,13 +387,36 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   wait_for_predecessor();
   release_successor();
 
+#if EARLY_TOKEN
+  struct Token {  // what a warp has loaded of an item's: nothing waits for it before the item begins
+    i64 slot;     // of the cache
+    u16 a[EACH][STEPS], b[EACH][STEPS], low_weights[STEPS], high_weights[STEPS];
+    float cosines[STEPS], sines[STEPS];
+    Vec value;
+  };
+  auto token_of = [&](const Item& item) {
+    const size_t row_head = (size_t)item.row * ITEM_HEADS + item.head;
+    const bool takes_new = item.split == item.splits - 1;
+    const int position = item.position;
+#include "attention_token_loads.cuh"
+    Token token;
+    token.slot = own_slot, token.value = value;
+#pragma unroll
+    for (int j = 0; j < STEPS; j++) {
+#pragma unroll
+      for (int n = 0; n < EACH; n++) token.a[n][j] = a[n][j], token.b[n][j] = b[n][j];
+      if (ROPE) token.cosines[j] = cosines[j], token.sines[j] = sines[j];
+      if (NORM) token.low_weights[j] = low_weights[j], token.high_weights[j] = high_weights[j];
+    }
+    return token;
+  };
+  Token token = token_of(item);
+#endif
+
   int turn = 0;
   u32 passed = 0;  // turns of both barriers, by parity
   for (bool first = true, goes_on = true; goes_on; first = false) {
     // --- queries, and by the cluster's last CTA keys and values ------------------------------------
-    u32* all_taken = arrivals + rows * ITEM_HEADS;
-    u32 taken = 0;
-    if (DYNAMIC && threadIdx.x == 0) taken = add_one_in_order(all_taken);
     const int position = item.position;
 #if SINKS
     u16 own_sinks[EIGHTS][2];  // of this lane's queries; on their way while queries come
@@ -349,14 +428,23 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             sinks[item.head * GROUP + item.share * HEADS + (e * 8 + 2 * t + j) % HEADS];
 #endif
 #if WINDOW == 1
+    const size_t row_head = (size_t)item.row * ITEM_HEADS + item.head, out_head = row_head;
+    // This CTA attends to the new token.
+    const bool takes_new = rank == CLUSTER - 1 && item.split == item.splits - 1;
+#if !EARLY_TOKEN
+#include "attention_token_loads.cuh"
+#endif
 #include "attention_token.cuh"
 #else
 #include "attention_window.cuh"
 #endif
-    if (DYNAMIC && threadIdx.x == 0) {
-      *(u32*)(shared + NEXT_AT) = gridDim.x + taken;
-      if (taken == items - 1) *all_taken = 0;  // the last of all, for the next launch
+#if DYNAMIC
+    goes_on = number < items;
+    if (goes_on) {
+      next = found(number, seen);
+      next_blocks = blocks_of(next, 0);
     }
+#endif
     __syncthreads();
 
     u32 q[D / 16][EIGHTS][2];
@@ -492,15 +580,42 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       }
     };
 
+#if DYNAMIC
+    // The ring never runs empty: behind this item's tiles are the next one's. Of fewer than ST tiles
+    // the others are empty, so that the next one's first ST always take the places of this one's last.
+    u32* all_taken = arrivals + rows * ITEM_HEADS;
+    u32 taken = 0;
+    const int count = max(item.count, ST);
+    for (int i = 0; i < count; i++) {
+      if (i == count - ST && goes_on && threadIdx.x == 0) taken = add_one(all_taken);
+      if (i < item.count) {
+        await_copies<ST - 1>();
+        __syncwarp();
+        const u32 tile = ring + slot * STAGE_BYTES;
+        attend(tile, tile + TILE_BYTES, 15, position - (item.first + i * WARPS) * 16, false);
+        __syncwarp();
+      }
+      const int ahead = i + ST - count;  // of the next item's tiles
+      if (ahead < 0) {
+        issue(item, i + ST, slot);
+      } else if (!PARTS_IN_RING && goes_on) {
+        if (ahead == 0) blocks = next_blocks;
+        if (ahead < next.count) issue(next, ahead, slot);
+      }
+      commit_copies();
+      slot = slot + 1 == ST ? 0 : slot + 1;
+    }
+#else
     for (int i = 0; i < item.count; i++) {
       await_copies<ST - 1>();
       __syncwarp();
       const u32 tile = ring + i % ST * STAGE_BYTES;
       attend(tile, tile + TILE_BYTES, 15, position - (item.first + i * WARPS) * 16, false);
       __syncwarp();
-      if (i + ST < item.count) issue(item, i + ST);
+      if (i + ST < item.count) issue(item, i + ST, (i + ST) % ST);
       commit_copies();
     }
+#endif
     if (takes_new && warp == WARPS - 1) {
       attend(base + NEW_AT, base + NEW_VALUES_AT, NEW_ROWS - 1, 1, true);
       if (WINDOW > 1) {
@@ -520,12 +635,26 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
     // The next split is on its way while this one is summed up, unless the sums take its place.
     const int split = item.split, splits = item.splits;
-    number = DYNAMIC ? *(const u32*)(shared + NEXT_AT) : number + gridDim.x / CLUSTER;
+#if DYNAMIC
+    if (goes_on) {
+      item = next;
+#if EARLY_TOKEN
+      token = token_of(item);
+#else
+      touch_angles(item);
+#endif
+    }
+#else
+    number += gridDim.x / CLUSTER;
     goes_on = number < items;
     if (goes_on) {
       item = find(number);
-      if (!PARTS_IN_RING) start(item);
+      if (!PARTS_IN_RING) {
+        start(item);
+        touch_angles(item);
+      }
     }
+#endif
 
     // --- the warps' parts, then the cluster's, then the KV splits' -----------------------------------
     float* parts = (float*)(shared + (PARTS_IN_RING ? 0 : PARTS_AT));
@@ -544,7 +673,20 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
           into[n * 16] = o[n][e][j], into[n * 16 + SECOND] = o[n][e][j + 2];
         if (g == 0) part_stats[warp * QUERIES + r] = make_float2(most[e][j], total[e][j] * VALUE_FACTOR);
       }
+#if DYNAMIC
+    if (goes_on && threadIdx.x == 0) {
+      *(u32*)(shared + NEXT_AT) = 2 * gridDim.x + taken;
+      // The last of all, for the next launch: no CTA takes one in its last item.
+      if (taken == items - min((int)gridDim.x, items) - 1) *all_taken = 0;
+    }
+#endif
     __syncthreads();
+#if DYNAMIC
+    if (goes_on) {
+      number = *(const u32*)(shared + NEXT_AT);
+      if (number < items) seen = look(number);
+    }
+#endif
     // A query's place in the output.
     auto at_of = [](int quad) {
       return WINDOW == 1 ? quad * 4
@@ -591,7 +733,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
     if (PARTS_IN_RING && goes_on) {
       __syncthreads();
+#if DYNAMIC
+      blocks = next_blocks, slot = 0;
       start(item);
+#else
+      start(item);
+      touch_angles(item);
+#endif
     }
     if (CLUSTER > 1) {
       await_sent(all_sent, passed);

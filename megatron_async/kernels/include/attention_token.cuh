@@ -1,40 +1,24 @@
-    // Part of the attention kernel's body (attention.cu), for one token a row: its queries, key and value.
-    // Uses item, position, rank, warp, lane, base and the kernel's arguments; declares row_head,
-    // out_head and takes_new (this CTA attends to the new token).
-    const size_t row_head = (size_t)item.row * ITEM_HEADS + item.head, out_head = row_head;
-    const bool takes_new = rank == CLUSTER - 1 && item.split == item.splits - 1;
-    const size_t append_at = ((size_t)load_l2(slot_mapping + item.row) * KV_HEADS + item.head) * D;
-#if E4M3
-    const float key_scale = scales[item.head], value_factor = 1.f / scales[KV_HEADS + item.head];
-#endif
-    const u16* packed = qkv + row_head * (GROUP + 2) * D;
+    // Part of the attention kernel's body (attention.cu), for one token a row: its queries, key and value
+    // from what attention_token_loads.cuh has loaded, or from `token` if that was early. Uses item, rank,
+    // warp, lane, base and the kernel's arguments, and takes_new.
+#if EARLY_TOKEN
+    const size_t append_at = ((size_t)token.slot * KV_HEADS + item.head) * D;
+    const Vec value = token.value;
     const int vectors = takes_new ? GROUP + 2 : GROUP;
-    // All loads of a warp are on their way at once: elements i and i + D / 2 of its vectors, and what
-    // these are multiplied with.
-    constexpr int EACH = (GROUP + 1 + WARPS) / WARPS;
     float a[EACH][STEPS], b[EACH][STEPS];
-    Vec value{0, 0, 0, 0};
-#pragma unroll
-    for (int n = 0; n < EACH; n++) {
-      const int vector = warp + n * WARPS;
-      const u16* from = packed + vector * D;
-      if (vector == GROUP + 1 && takes_new && lane < D / 8) value = load_l2_vec(from + lane * 8);
-#pragma unroll
-      for (int j = 0; j < STEPS; j++) {
-        const int i = lane + 32 * j;
-        const bool in = i < D / 2 && vector < vectors && vector <= GROUP;
-        a[n][j] = in ? widen(load_l2(from + i)) : 0.f;
-        b[n][j] = in ? widen(load_l2(from + i + D / 2)) : 0.f;
-      }
-    }
     float cosines[STEPS], sines[STEPS], low_weights[STEPS], high_weights[STEPS];
 #pragma unroll
     for (int j = 0; j < STEPS; j++) {
-      const int i = min(lane + 32 * j, D / 2 - 1);
-      if (ROPE) cosines[j] = cos_sin[(size_t)position * D + i];
-      if (ROPE) sines[j] = cos_sin[(size_t)position * D + D / 2 + i];
-      if (NORM) low_weights[j] = widen(q_weight[i]), high_weights[j] = widen(q_weight[i + D / 2]);
+#pragma unroll
+      for (int n = 0; n < EACH; n++) a[n][j] = widen(token.a[n][j]), b[n][j] = widen(token.b[n][j]);
+      if (ROPE) cosines[j] = token.cosines[j], sines[j] = token.sines[j];
+      if (NORM) low_weights[j] = widen(token.low_weights[j]);
+      if (NORM) high_weights[j] = widen(token.high_weights[j]);
     }
+#if E4M3
+    const float key_scale = scales[item.head], value_factor = 1.f / scales[KV_HEADS + item.head];
+#endif
+#endif
 #pragma unroll
     for (int n = 0; n < EACH; n++) {
       const int vector = warp + n * WARPS;
