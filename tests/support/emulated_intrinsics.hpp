@@ -137,6 +137,7 @@ void __syncthreads();
 void __syncwarp();
 inline u32 add_one_in_order(u32* at) { return (*(u32*)emulator::checked(at))++; }
 inline u32 add_one(u32* at) { return add_one_in_order(at); }
+inline u32 take_number(u32* at) { return add_one_in_order(at); }
 template <typename T>
 T __shfl_xor_sync(unsigned, T v, int lanes) {
   return emulator::of_lane(emulator::show(v), threadIdx.x ^ lanes);

@@ -85,8 +85,10 @@
 #define SHARED_BYTES (ALL_SENT_AT + 16)
 #define SPLIT_TILES (SPLIT_TOKENS * CLUSTER / 16)
 #define DYNAMIC (LANE_ROWS > 1 && CLUSTER == 1)
-// What is read of the next item's token is kept in registers, unless these are full of sums.
-#define EARLY_TOKEN (DYNAMIC && WINDOW == 1 && EIGHTS * D <= 256)
+// The next item's tiles come behind this one's, and what is read of its token into registers, unless
+// the ring is taken by sums then, or registers are full of them.
+#define STREAM (DYNAMIC && !PARTS_IN_RING && EIGHTS * D <= 256)
+#define EARLY_TOKEN (STREAM && WINDOW == 1)
 #define EACH ((GROUP + 1 + WARPS) / WARPS)  // vectors of a warp: queries, key, value
 #if EARLY_TOKEN
 #define LOADED u16
@@ -305,11 +307,31 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     return i + lane < item.count ? (int)load_l2(item.table + tile * 16 / BLOCK) : 0;
   };
   auto issue = [&](const Item& item, int i, int slot) {
-    if (i % 32 == 0 && (!DYNAMIC || i > 0)) blocks = blocks_of(item, i);
+    if (i % 32 == 0 && (!STREAM || i > 0)) blocks = blocks_of(item, i);
     i64 block = __shfl_sync(~0u, blocks, i % 32);
     int token = (item.first + i * WARPS) * 16;
     size_t at = ((size_t)(block * BLOCK + token % BLOCK) * KV_HEADS + item.head) * D;
     u32 into = ring + slot * STAGE_BYTES;
+    if (DYNAMIC && 32 % CHUNKS == 0) {  // constants away from one address; bits of r and more are apart
+      const int r = lane / CHUNKS, c = lane % CHUNKS, more = 32 / CHUNKS;
+      const size_t from = at + (size_t)r * KV_HEADS * D + c * (16 / KEPT_BYTES);
+      const KEPT *key = keys + from, *value = values + from;
+      const int valid = item.position - token - r;
+#if SLIDING_WINDOW
+      const int edge = EDGE(item.position) - token - r;
+#else
+      const int edge = 0;
+#endif
+      const u32 to = place(r, c);
+#pragma unroll
+      for (int j = 0; j < CHUNKS / 2; j++) {
+        const bool keep = j * more < valid && (!SLIDING_WINDOW || j * more >= edge);
+        const u32 at_row = into + (to ^ place(j * more, 0));
+        copy16_or_zero(at_row, key + (size_t)j * more * KV_HEADS * D, keep);
+        copy16_or_zero(at_row + TILE_BYTES, value + (size_t)j * more * KV_HEADS * D, keep);
+      }
+      return;
+    }
 #pragma unroll
     for (int j = 0; j < (CHUNKS + 1) / 2; j++) {
       int unit = lane + 32 * j, r = unit / CHUNKS, c = unit % CHUNKS;
@@ -355,7 +377,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     arrive_in_cluster();  // peers may send
   }
   Item item = find(number);
-  if (DYNAMIC) blocks = blocks_of(item, 0);
+  if (STREAM) blocks = blocks_of(item, 0);
   start(item);
   touch_angles(item);
 #if DYNAMIC
@@ -364,8 +386,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   number += gridDim.x;
   First seen{0, 0, 0};
   if (number < items) seen = look(number);
+#if STREAM
   Item next = item;
   int next_blocks = 0, slot = 0;  // slot: of the ring, where the next tile to be read is
+#endif
 #endif
   // Queries and new tokens that do not exist are zeros.
   const int zeros_at = WINDOW > 1 ? NEW_AT : Q_AT;
@@ -440,6 +464,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #endif
 #if DYNAMIC
     goes_on = number < items;
+#endif
+#if STREAM
     if (goes_on) {
       next = found(number, seen);
       next_blocks = blocks_of(next, 0);
@@ -580,14 +606,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       }
     };
 
-#if DYNAMIC
-    // The ring never runs empty: behind this item's tiles are the next one's. Of fewer than ST tiles
-    // the others are empty, so that the next one's first ST always take the places of this one's last.
     u32* all_taken = arrivals + rows * ITEM_HEADS;
     u32 taken = 0;
+#if STREAM
+    // The ring never runs empty: behind this item's tiles are the next one's. Of fewer than ST tiles
+    // the others are empty, so that the next one's first ST always take the places of this one's last.
     const int count = max(item.count, ST);
     for (int i = 0; i < count; i++) {
-      if (i == count - ST && goes_on && threadIdx.x == 0) taken = add_one(all_taken);
+      if (i == count - ST && goes_on && threadIdx.x == 0) taken = take_number(all_taken);
       if (i < item.count) {
         await_copies<ST - 1>();
         __syncwarp();
@@ -598,7 +624,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       const int ahead = i + ST - count;  // of the next item's tiles
       if (ahead < 0) {
         issue(item, i + ST, slot);
-      } else if (!PARTS_IN_RING && goes_on) {
+      } else if (goes_on) {
         if (ahead == 0) blocks = next_blocks;
         if (ahead < next.count) issue(next, ahead, slot);
       }
@@ -637,7 +663,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const int split = item.split, splits = item.splits;
 #if DYNAMIC
     if (goes_on) {
+#if STREAM
       item = next;
+#else
+      if (threadIdx.x == 0) taken = take_number(all_taken);
+      item = found(number, seen);
+      if (!PARTS_IN_RING) start(item);
+#endif
 #if EARLY_TOKEN
       token = token_of(item);
 #else
@@ -733,13 +765,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
     if (PARTS_IN_RING && goes_on) {
       __syncthreads();
-#if DYNAMIC
-      blocks = next_blocks, slot = 0;
       start(item);
-#else
-      start(item);
-      touch_angles(item);
-#endif
+      if (!DYNAMIC) touch_angles(item);
     }
     if (CLUSTER > 1) {
       await_sent(all_sent, passed);

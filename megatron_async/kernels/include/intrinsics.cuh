@@ -455,6 +455,17 @@ __device__ __forceinline__ u32 add_one(u32* at) {
   return before;
 }
 
+// The same number, which may be awaited late: an addition in a branch becomes one for the whole warp,
+// whose result is handed round at once.
+__device__ __forceinline__ u32 take_number(u32* at) {
+  u32 before;
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0xffffffff;"
+               : "=r"(before)
+               : "l"(at)
+               : "memory");
+  return before;
+}
+
 // Four matrices of 8x8 bfloat16; lane 8i + r gives the address of row r of matrix i.
 __device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
