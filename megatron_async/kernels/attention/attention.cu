@@ -89,6 +89,7 @@
 // the ring is taken by sums then, or registers are full of them.
 #define STREAM (DYNAMIC && !PARTS_IN_RING && EIGHTS * D <= 256)
 #define EARLY_TOKEN (STREAM && WINDOW == 1)
+#define FEW_TILES 8  // of a warp, in a short item
 #define EACH ((GROUP + 1 + WARPS) / WARPS)  // vectors of a warp: queries, key, value
 #if EARLY_TOKEN
 #define LOADED u16
@@ -323,13 +324,19 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       const int edge = 0;
 #endif
       const u32 to = place(r, c);
+      auto copy = [&](bool is_whole) {
 #pragma unroll
-      for (int j = 0; j < CHUNKS / 2; j++) {
-        const bool keep = j * more < valid && (!SLIDING_WINDOW || j * more >= edge);
-        const u32 at_row = into + (to ^ place(j * more, 0));
-        copy16_or_zero(at_row, key + (size_t)j * more * KV_HEADS * D, keep);
-        copy16_or_zero(at_row + TILE_BYTES, value + (size_t)j * more * KV_HEADS * D, keep);
-      }
+        for (int j = 0; j < CHUNKS / 2; j++) {
+          const bool keep = is_whole || j * more < valid && (!SLIDING_WINDOW || j * more >= edge);
+          const u32 at_row = into + (to ^ place(j * more, 0));
+          copy16_or_zero(at_row, key + (size_t)j * more * KV_HEADS * D, keep);
+          copy16_or_zero(at_row + TILE_BYTES, value + (size_t)j * more * KV_HEADS * D, keep);
+        }
+      };
+      if (valid + r >= 16 && edge + r <= 0)
+        copy(true);
+      else
+        copy(false);
       return;
     }
 #pragma unroll
@@ -417,6 +424,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     u16 a[EACH][STEPS], b[EACH][STEPS], low_weights[STEPS], high_weights[STEPS];
     float cosines[STEPS], sines[STEPS];
     Vec value;
+#if E4M3
+    float key_scale, value_scale;
+#endif
   };
   auto token_of = [&](const Item& item) {
     const size_t row_head = (size_t)item.row * ITEM_HEADS + item.head;
@@ -425,6 +435,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #include "attention_token_loads.cuh"
     Token token;
     token.slot = own_slot, token.value = value;
+#if E4M3
+    token.key_scale = scales[item.head], token.value_scale = scales[KV_HEADS + item.head];
+#endif
 #pragma unroll
     for (int j = 0; j < STEPS; j++) {
 #pragma unroll
@@ -464,6 +477,16 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #endif
 #if DYNAMIC
     goes_on = number < items;
+    // The number of the item behind the next one, if there is a next one. It takes a while to come; but
+    // who takes it early in a long item may leave others nothing to do in the end.
+    u32* all_taken = arrivals + rows * ITEM_HEADS;
+    u32 taken = 0;
+    const bool takes_number = goes_on && threadIdx.x == 0, takes_it_early = item.count <= FEW_TILES;
+    if (takes_number && takes_it_early) taken = take_number(all_taken);
+    auto hand_number_on = [&] {
+      *(u32*)(shared + NEXT_AT) = 2 * gridDim.x + taken;
+      if (taken == items - min((int)gridDim.x, items) - 1) *all_taken = 0;  // the last, for the next launch
+    };
 #endif
 #if STREAM
     if (goes_on) {
@@ -606,21 +629,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       }
     };
 
-    u32* all_taken = arrivals + rows * ITEM_HEADS;
-    u32 taken = 0;
 #if STREAM
     // The ring never runs empty: behind this item's tiles are the next one's. Of fewer than ST tiles
     // the others are empty, so that the next one's first ST always take the places of this one's last.
     const int count = max(item.count, ST);
-    for (int i = 0; i < count; i++) {
-      if (i == count - ST && goes_on && threadIdx.x == 0) taken = take_number(all_taken);
-      if (i < item.count) {
-        await_copies<ST - 1>();
-        __syncwarp();
-        const u32 tile = ring + slot * STAGE_BYTES;
-        attend(tile, tile + TILE_BYTES, 15, position - (item.first + i * WARPS) * 16, false);
-        __syncwarp();
-      }
+    auto advance = [&](int i) {  // over tile i
       const int ahead = i + ST - count;  // of the next item's tiles
       if (ahead < 0) {
         issue(item, i + ST, slot);
@@ -630,7 +643,17 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       }
       commit_copies();
       slot = slot + 1 == ST ? 0 : slot + 1;
+    };
+    for (int i = 0; i < item.count; i++) {
+      await_copies<ST - 1>();
+      __syncwarp();
+      const u32 tile = ring + slot * STAGE_BYTES;
+      attend(tile, tile + TILE_BYTES, 15, position - (item.first + i * WARPS) * 16, false);
+      __syncwarp();
+      advance(i);
     }
+#pragma unroll 1
+    for (int i = item.count; i < ST; i++) advance(i);
 #else
     for (int i = 0; i < item.count; i++) {
       await_copies<ST - 1>();
@@ -662,11 +685,16 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     // The next split is on its way while this one is summed up, unless the sums take its place.
     const int split = item.split, splits = item.splits;
 #if DYNAMIC
+    if (takes_number) {
+      if (takes_it_early)
+        hand_number_on();
+      else
+        taken = take_number(all_taken);
+    }
     if (goes_on) {
 #if STREAM
       item = next;
 #else
-      if (threadIdx.x == 0) taken = take_number(all_taken);
       item = found(number, seen);
       if (!PARTS_IN_RING) start(item);
 #endif
@@ -706,11 +734,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         if (g == 0) part_stats[warp * QUERIES + r] = make_float2(most[e][j], total[e][j] * VALUE_FACTOR);
       }
 #if DYNAMIC
-    if (goes_on && threadIdx.x == 0) {
-      *(u32*)(shared + NEXT_AT) = 2 * gridDim.x + taken;
-      // The last of all, for the next launch: no CTA takes one in its last item.
-      if (taken == items - min((int)gridDim.x, items) - 1) *all_taken = 0;
-    }
+    if (takes_number && !takes_it_early) hand_number_on();
 #endif
     __syncthreads();
 #if DYNAMIC

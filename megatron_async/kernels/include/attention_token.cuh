@@ -16,7 +16,7 @@
       if (NORM) high_weights[j] = widen(token.high_weights[j]);
     }
 #if E4M3
-    const float key_scale = scales[item.head], value_factor = 1.f / scales[KV_HEADS + item.head];
+    const float key_scale = token.key_scale, value_factor = 1.f / token.value_scale;
 #endif
 #endif
 #pragma unroll

@@ -455,11 +455,11 @@ __device__ __forceinline__ u32 add_one(u32* at) {
   return before;
 }
 
-// The same number, which may be awaited late: an addition in a branch becomes one for the whole warp,
-// whose result is handed round at once.
+// The same number, of a counter below 2^31, which nobody waits for before it is used: an addition in a
+// branch would become one for the whole warp, whose result is handed round at once.
 __device__ __forceinline__ u32 take_number(u32* at) {
   u32 before;
-  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0xffffffff;"
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7fffffff;"
                : "=r"(before)
                : "l"(at)
                : "memory");
