@@ -157,7 +157,7 @@ __device__ __forceinline__ float weight_of(float m, float of) {
 
 #include "attention_kept.cuh"
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, DYNAMIC ? 2 : 0)
     attention(const u16* qkv, KEPT* keys, KEPT* values, const i64* block_table, int columns,
               const i64* slots, const i64* positions, const i64* slot_mapping,
               const float* cos_sin, const u16* q_weight, const u16* k_weight, float eps,
@@ -307,12 +307,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const int tile = item.first + (i + lane) * WARPS;
     return i + lane < item.count ? (int)load_l2(item.table + tile * 16 / BLOCK) : 0;
   };
-  auto issue = [&](const Item& item, int i, int slot) {
+  int slot = 0;  // of the ring, if that goes round all items: of the tile to be read and then replaced
+  auto issue = [&](const Item& item, int i) {
     if (i % 32 == 0 && (!STREAM || i > 0)) blocks = blocks_of(item, i);
     i64 block = __shfl_sync(~0u, blocks, i % 32);
     int token = (item.first + i * WARPS) * 16;
     size_t at = ((size_t)(block * BLOCK + token % BLOCK) * KV_HEADS + item.head) * D;
-    u32 into = ring + slot * STAGE_BYTES;
+    u32 into = ring + (STREAM ? slot : i % ST) * STAGE_BYTES;
     if (DYNAMIC && 32 % CHUNKS == 0) {  // constants away from one address; bits of r and more are apart
       const int r = lane / CHUNKS, c = lane % CHUNKS, more = 32 / CHUNKS;
       const size_t from = at + (size_t)r * KV_HEADS * D + c * (16 / KEPT_BYTES);
@@ -355,8 +356,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   };
   auto start = [&](const Item& item) {
     for (int s = 0; s < ST; s++) {
-      if (s < item.count) issue(item, s, s);
+      if (s < item.count) issue(item, s);
       commit_copies();
+      if (STREAM) slot = (slot + 1) % ST;
     }
   };
   auto touch_angles = [&](const Item& item) {
@@ -395,7 +397,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   if (number < items) seen = look(number);
 #if STREAM
   Item next = item;
-  int next_blocks = 0, slot = 0;  // slot: of the ring, where the next tile to be read is
+  int next_blocks = 0;
 #endif
 #endif
   // Queries and new tokens that do not exist are zeros.
@@ -636,13 +638,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     auto advance = [&](int i) {  // over tile i
       const int ahead = i + ST - count;  // of the next item's tiles
       if (ahead < 0) {
-        issue(item, i + ST, slot);
+        issue(item, i + ST);
       } else if (goes_on) {
         if (ahead == 0) blocks = next_blocks;
-        if (ahead < next.count) issue(next, ahead, slot);
+        if (ahead < next.count) issue(next, ahead);
       }
       commit_copies();
-      slot = slot + 1 == ST ? 0 : slot + 1;
+      slot = (slot + 1) % ST;
     };
     for (int i = 0; i < item.count; i++) {
       await_copies<ST - 1>();
@@ -661,7 +663,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       const u32 tile = ring + i % ST * STAGE_BYTES;
       attend(tile, tile + TILE_BYTES, 15, position - (item.first + i * WARPS) * 16, false);
       __syncwarp();
-      if (i + ST < item.count) issue(item, i + ST, (i + ST) % ST);
+      if (i + ST < item.count) issue(item, i + ST);
       commit_copies();
     }
 #endif
