@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import decode_attention
 from megatron_async.kernels.gemm.skinny_gemm import statistics_of
 from megatron_async.kernels.gemm.tile_config import LAYER_NORM, RMS_NORM, SHARED_BYTES
 from megatron_async.kernels.norm.embed import Embed
 from tests.support import emulator
 from tests.support.cuda_kernels import LIMIT, device, emulated, on_both, relative_error
+from tests.support.window_cases import KV_HEADS, Row, WindowCase, bits
 
 pytestmark = pytest.mark.sweep
 
@@ -172,6 +177,125 @@ class TestAttention:
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = x.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+_TILES = [0, 1, 15, 16, 17, 33, 48, 49, 64, 80, 130]
+"""Tokens of none to several tiles of a warp, more and fewer than its ring has."""
+
+
+def _ragged(rows: int, window: int, *, gaps: bool = False, most: int = 300) -> list[Row]:
+    """Rows whose numbers of tiles follow each other in any order, a few long ones, and padding."""
+    drawn = random.Random(rows + window)
+    lengths = [drawn.choice(_TILES) for _ in range(rows - 2)] + [most, most // 2 + 1]
+    drawn.shuffle(lengths)
+    made = [Row(0, 0), Row(7, 1, gap=1)] if gaps else [Row(0, 0)]
+    for length in lengths:
+        gap = drawn.randrange(window) if gaps else 0
+        made.append(Row(length, drawn.randrange(1, window - gap + 1), gap=gap))
+    return [*made, Row(most, 0)]
+
+
+def _sms_of_many(rows: list[Row]) -> int:
+    """SMs of a GPU with CTAs for most items, of the warps that CTAs of several items have."""
+    return 4 * len(rows) * KV_HEADS - 1
+
+
+def _bits_of_items(
+    case: WindowCase, split_tokens: int, sm_count: int, patch: Callable[..., None]
+) -> list[torch.Tensor]:
+    """What two launches on a GPU of so many SMs write, one after the other."""
+    patch(cuda, "sm_count", lambda index: sm_count)
+    kernel, before, written = case.kernel(1, split_tokens), case.cache.clone(), []
+    for _ in range(2):
+        out = case.attend(kernel)[case.counted]
+        written += [out, bits(case.cache).flatten(1, 2)[:, case.mapping[case.counted]]]
+        case.cache.copy_(before)
+    assert not kernel.workspace[2].any(), "what one launch counts is gone"
+    return written
+
+
+@on_both(
+    *("shape", "window", "split_tokens", "rows", "limits", "e4m3"),
+    gpu=[
+        (shape, window, split_tokens, _ragged(rows, window, gaps=gaps, most=1500), limits, e4m3)
+        for n, shape in enumerate(
+            [
+                (128, 4, 64, False, True),
+                (64, 8, 16, True, True),
+                (256, 8, 16, False, True),
+                (96, 3, 32, True, True),
+                (160, 9, 16, False, True),
+                (128, 8, 64, False, True),
+            ]
+        )
+        for window, gaps in ((1, False), (2, False), (4, True))
+        for rows, split_tokens in ((40, 1024), (120, 64), (300, 1024))
+        for limits in [({}, {"window": 40}, {"sinks": True}, {"soft_cap": 0.7})[(n + window) % 4]]
+        for e4m3 in (False, True)
+    ],
+    small=[
+        ((32, 2, 16, True, True), 1, 64, _ragged(70, 1), {}, False),
+        ((64, 4, 16, False, True), 1, 1024, _ragged(33, 1), {}, True),
+        ((64, 8, 16, False, True), 1, 16, _ragged(40, 1), {"window": 40, "sinks": True}, False),
+        ((160, 9, 16, False, True), 1, 1024, _ragged(33, 1, most=130), {}, False),
+        ((32, 2, 16, True, True), 2, 64, _ragged(36, 2), {"soft_cap": 0.7}, False),
+        ((32, 3, 16, False, True), 3, 1024, _ragged(34, 3, gaps=True), {}, True),
+        ((80, 8, 16, False, False), 4, 1024, _ragged(33, 4, most=130), {"window": 17}, False),
+    ],
+)
+def test_an_item_has_the_same_bits_behind_any_other(
+    device: torch.device,
+    shape: tuple[int, int, int, bool, bool],
+    window: int,
+    split_tokens: int,
+    rows: list[Row],
+    limits: dict[str, Any],
+    e4m3: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tiles of the next item are in the ring while one is attended to, whose number of tiles is any
+    other: two CTAs take all items one after the other, or each takes one."""
+    case = WindowCase(device, shape, window, rows, limits=limits, e4m3=e4m3)
+    alone = _bits_of_items(case, split_tokens, _sms_of_many(rows), monkeypatch.setattr)
+    for sm_count in (1, 7):
+        behind = _bits_of_items(case, split_tokens, sm_count, monkeypatch.setattr)
+        for found, meant in zip(behind, alone, strict=True):
+            assert torch.equal(found, meant)
+    assert torch.equal(alone[0], alone[2]) and torch.equal(alone[1], alone[3])
+    if not e4m3:
+        wanted = case.wanted()[0][case.counted]
+        assert relative_error(alone[0], wanted) < LIMIT
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("there", "instead"),
+    [
+        ("const int count = max(item.count, ST);", "const int count = item.count;"),
+        ("if (ahead == 0) blocks = next_blocks;", ""),
+        ("if (ahead < next.count) issue(next, ahead);", ""),
+        ("= 2 * gridDim.x + taken;", "= 3 * gridDim.x + taken;"),
+        ("items - min((int)gridDim.x, items) - 1", "items - 1"),
+        ("      token = token_of(item);\n", ""),
+    ],
+)
+def test_the_emulator_notices_what_an_item_leaves_wrong(
+    there: str, instead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That the test above can fail."""
+    case = WindowCase(torch.device("cpu"), (32, 2, 16, False, True), 1, _ragged(36, 1))
+    emulator.install(monkeypatch)
+    alone = _bits_of_items(case, 64, _sms_of_many(case.rows), monkeypatch.setattr)
+    text = emulator.source_text("attention")
+    assert text.count(there) == 1
+    monkeypatch.setattr(emulator, "source_text", lambda _: text.replace(there, instead))
+    build = emulator.EmulatedKernel
+    monkeypatch.setattr(decode_attention, "kernel", lambda source, macros, _: build(source, macros))
+    try:
+        behind = _bits_of_items(case, 64, 1, monkeypatch.setattr)
+    except AssertionError:
+        return
+    assert not all(torch.equal(*each) for each in zip(behind, alone, strict=True))
 
 
 _EMBEDDINGS = [(64, 16, RMS_NORM, False), (192, 64, LAYER_NORM, True), (320, 32, RMS_NORM, True)]
