@@ -33,7 +33,9 @@
 // come from the projection, not from the cache: nobody waits for another CTA's append. They are the last
 // tile, in which a query sees the tokens up to its own. The CTAs are persistent: the
 // splits of all rows and heads go round the clusters, which find them from the lengths. Of many rows,
-// whose lengths differ, a dynamic scheduler gives a CTA that is done the next split (DYNAMIC).
+// whose lengths differ, a dynamic scheduler gives a CTA the next split (DYNAMIC). Which one that is, where
+// its tiles are and what its token is are on their way while the CTA is at the one before, and its tiles
+// come behind that one's without a gap (STREAM). When loads are issued changes no bit.
 
 #ifndef E4M3
 #define E4M3 0
@@ -90,6 +92,7 @@
 #define STREAM (DYNAMIC && !PARTS_IN_RING && EIGHTS * D <= 256)
 #define EARLY_TOKEN (STREAM && WINDOW == 1)
 #define FEW_TILES 8  // of a warp, in a short item
+#define CTAS (DYNAMIC ? 2 : 0)  // on an SM: all registers that these leave may be used; 0 is any
 #define EACH ((GROUP + 1 + WARPS) / WARPS)  // vectors of a warp: queries, key, value
 #if EARLY_TOKEN
 #define LOADED u16
@@ -157,7 +160,7 @@ __device__ __forceinline__ float weight_of(float m, float of) {
 
 #include "attention_kept.cuh"
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, DYNAMIC ? 2 : 0)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, CTAS)
     attention(const u16* qkv, KEPT* keys, KEPT* values, const i64* block_table, int columns,
               const i64* slots, const i64* positions, const i64* slot_mapping,
               const float* cos_sin, const u16* q_weight, const u16* k_weight, float eps,
@@ -314,7 +317,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     int token = (item.first + i * WARPS) * 16;
     size_t at = ((size_t)(block * BLOCK + token % BLOCK) * KV_HEADS + item.head) * D;
     u32 into = ring + (STREAM ? slot : i % ST) * STAGE_BYTES;
-    if (DYNAMIC && 32 % CHUNKS == 0) {  // constants away from one address; bits of r and more are apart
+    if (DYNAMIC && 32 % CHUNKS == 0) {  // all is a constant away: bits of r and of j * more are apart
       const int r = lane / CHUNKS, c = lane % CHUNKS, more = 32 / CHUNKS;
       const size_t from = at + (size_t)r * KV_HEADS * D + c * (16 / KEPT_BYTES);
       const KEPT *key = keys + from, *value = values + from;
@@ -496,6 +499,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       next_blocks = blocks_of(next, 0);
     }
 #endif
+    // WAR and RAW: the new queries and tokens are there (Q_AT, NEW_AT, BROKEN_AT); the sums of the item
+    // before (parts, part_stats) and the number it was handed (NEXT_AT) have been read by all.
     __syncthreads();
 
     u32 q[D / 16][EIGHTS][2];
@@ -738,6 +743,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #if DYNAMIC
     if (takes_number && !takes_it_early) hand_number_on();
 #endif
+    // RAW and WAR: the warps' parts and the next number are there; queries and new tokens have been read
+    // by all. Rings need no barrier: each is its warp's own, unless parts take their place.
     __syncthreads();
 #if DYNAMIC
     if (goes_on) {
