@@ -378,7 +378,15 @@ needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two 
 )
 def test_processes_have_the_bits_of_kernels_apart(options: list[str]) -> None:
     script = Path(__file__).parents[3] / "scripts" / "bench_peer_sum.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+    ]
     subprocess.run(
         [
             *command,
