@@ -92,7 +92,11 @@
 #define STREAM (DYNAMIC && !PARTS_IN_RING && EIGHTS * D <= 256)
 #define EARLY_TOKEN (STREAM && WINDOW == 1)
 #define FEW_TILES 8  // of a warp, in a short item
-#define CTAS (DYNAMIC ? 2 : 0)  // on an SM: all registers that these leave may be used; 0 is any
+#if DYNAMIC
+#define BOUNDS THREADS, 2  // CTAs of an SM: all registers that two leave may be used
+#else
+#define BOUNDS THREADS
+#endif
 #define EACH ((GROUP + 1 + WARPS) / WARPS)  // vectors of a warp: queries, key, value
 #if EARLY_TOKEN
 #define LOADED u16
@@ -160,7 +164,7 @@ __device__ __forceinline__ float weight_of(float m, float of) {
 
 #include "attention_kept.cuh"
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, CTAS)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(BOUNDS)
     attention(const u16* qkv, KEPT* keys, KEPT* values, const i64* block_table, int columns,
               const i64* slots, const i64* positions, const i64* slot_mapping,
               const float* cos_sin, const u16* q_weight, const u16* k_weight, float eps,
