@@ -23,8 +23,8 @@ class Score:
             first; empty without ``top_n``.
         hidden_states: of each token, the last one included, behind the layers that were asked for:
             a tensor ``[tokens, layers, hidden]`` on the CPU, in the model's dtype; None without.
-        weight_version: of the weights that the last position is of; where new ones came meanwhile,
-            earlier positions may be of others.
+        weight_version: of the weights that it is of; earlier positions may be of others where new
+            ones came meanwhile with ``recompute_kv_cache=False``.
     """
 
     tokens: tuple[int, ...]

@@ -164,6 +164,21 @@ class Scheduler:
         sequence.restart()
         return True
 
+    def begin_prompts_anew(self) -> list[int]:
+        """Have the log-probabilities of a prompt come again, behind :meth:`evict_all`, where its
+        request has generated nothing yet: those that have come are of weights that are gone.
+        Returns the requests' keys."""
+        begun = [
+            sequence
+            for sequence in self.table.sequences.values()
+            if sequence.state is not State.FINISHED
+            and sequence.prompt_log_probs_begun
+            and not (sequence.committed or sequence.prefilled)
+        ]
+        for sequence in begun:
+            sequence.prompt_log_probs = 0
+        return [sequence.key for sequence in begun]
+
     def update_values(self, key: int, values: Values, drafts: int | None = None) -> bool:
         """Set values of the REQUEST slot fields, for what the next launch samples and after, and at
         most ``drafts`` drafts for a row; None for the engine's."""

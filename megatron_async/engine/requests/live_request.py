@@ -115,18 +115,24 @@ class LiveRequest:
             request.generated_tokens, request.steps, request.tpot, request.weight_spans
         ):  # fmt: skip
             of_tokens.clear()
-        request.prompt_log_probs = request.prompt_top_n_logprobs = None
-        request.prompt_token_ranks = request.prompt_entropies = None
-        start_log_probs(request)
+        self.forget_prompt()
         if self.routes is not None:
             self._start_routes()
-        if self.hidden is not None:
-            self._start_hidden()
         request.drafted_rows = None
         self.start_text()
         self.version = None
         self.forced, self.forced_log_probs = request.sampling_params.forced_token_ids or (), []
         self.last_time = self.started
+
+    def forget_prompt(self) -> None:
+        """Forget log-probabilities and hidden states of the prompt, of one that has generated
+        nothing."""
+        request = self.request
+        request.prompt_log_probs = request.prompt_top_n_logprobs = None
+        request.prompt_token_ranks = request.prompt_entropies = None
+        start_log_probs(request)
+        if self.hidden is not None:
+            self._start_hidden()
 
     def change(self, change: Change, cached: int, replayed: int, *, track_pauses: bool) -> None:
         """Record what the scheduler did: a ``change``, with tokens that it took from the prefix

@@ -152,6 +152,10 @@ class OutputProcessor:
             self.ends.watch(key, entry.text.stopping)
         return entry.stop_ids
 
+    def begin_prompt_anew(self, key: int) -> None:
+        """Forget what has come of a prompt, whose request has generated nothing yet."""
+        self._entries[key].forget_prompt()
+
     def drop(self, key: int, request_id: int) -> None:
         """Take back :meth:`open`, however far it came."""
         self._entries.pop(key, None)

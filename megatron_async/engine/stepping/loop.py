@@ -482,7 +482,8 @@ class DecodeLoop:
         restarted: Callable[[int], bool] | None = None,
     ) -> None:
         """The weights are new: what the old ones computed is not used for new prompts again, and
-        with ``recompute_kv_cache`` not for running requests either. Those whose key is
+        with ``recompute_kv_cache`` not for running requests either, nor are log-probabilities of a
+        prompt whose request has generated nothing. Those whose key is
         ``restarted`` begin again behind their prompts. If nobody has anything in an FP8 cache, its
         scales are chosen anew before the next launch, with ``cache_scales`` those that came with
         the weights: an update may come in several parts, and no scale is of some of them."""
@@ -496,6 +497,8 @@ class DecodeLoop:
                         self._outputs.ends.watch(key, watcher)
         if recompute_kv_cache:
             self._scheduler.evict_all()
+            for key in self._scheduler.begin_prompts_anew():
+                self._outputs.begin_prompt_anew(key)
         self._scheduler.table.forget_prefixes()
         if not self._scheduler.table.keeps_anything:
             self._new_scales = cache_scales

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron_async.models.build import build_random_model
 from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.models.served import ServedModel
+from megatron_async.request.scores import Score
 from tests.support.engines import DEPTHS, config_at
 
 CONFIG = ModelConfig(
@@ -113,6 +115,35 @@ def test_a_recorded_run_is_scored_under_other_weights(tmp_path: Path) -> None:
         chances = logits_of(tokens, 2)[:-1].log_softmax(-1)
         own = chances.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
         assert torch.allclose(torch.tensor(score.log_probs).double(), own, atol=0.1)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_score_is_of_one_version_whenever_new_weights_come(depth: int) -> None:
+    """A prompt of four chunks, behind each number of steps."""
+    prompt, asked = PROMPTS[3], (0, -1)
+    params = SamplingParams(
+        temperature=0.0, num_tokens_to_generate=1, termination_id=-1, return_log_probs=True,
+        top_n_logprobs=2, prompt_hidden_states=asked,
+    )  # fmt: skip
+    expected = []
+    for seed in (1, 2):
+        with engine_of(0, seed=seed) as other:
+            expected += other.score([prompt], top_n=2, hidden_states=asked)
+    versions = []
+    for steps in range(1, 8):
+        with engine_of(depth) as engine:
+            future = engine.add_request(0, prompt, params)
+            for _ in range(steps):
+                engine.step_modern()
+            engine.update_weights(network_of(2).model.state_dict())
+            while engine.has_unfinished_requests():
+                engine.step_modern()
+            score = Score.of(future.result())
+        own = expected[score.weight_version]
+        assert replace(score, weight_version=0) == replace(own, weight_version=0), steps
+        assert torch.equal(score.hidden_states, own.hidden_states)
+        versions.append(score.weight_version)
+    assert versions == sorted(versions, reverse=True) and set(versions) == {0, 1}
 
 
 def test_the_engines_own_thread_scores_too() -> None:
