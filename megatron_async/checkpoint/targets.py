@@ -195,7 +195,7 @@ class TensorParallel:
         self, name: str, groups: int = 1, *, of_one_expert: bool = False
     ) -> tuple[Split, ...]:
         """How the ranks divide parameter ``name``; see :meth:`target`."""
-        layer, kind = name.split(".")[-2:]
+        layer, kind = f".{name}".split(".")[-2:]
         # Transformer Engine's grouped layers number the experts behind the kind.
         dimension = SPLIT_DIMENSION.get(f"{layer}.{kind.rstrip('0123456789')}")
         if _EXPERTS not in name:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from megatron_async.checkpoint.targets import EMBEDDING, OUTPUT, Split, Stage, TensorParallel
 from megatron_async.codec import from_plain
-from megatron_async.errors import CheckpointError, ConfigError
+from megatron_async.errors import CheckpointError, ConfigError, shown
+from megatron_async.request.parameter_checks import as_integer
 from megatron_async.weights.targets import blocks_of, is_of_one_expert, with_expert_number
 from megatron_async.weights.tensor_info import TensorInfo
 
@@ -33,7 +34,8 @@ class TrainerLayout:
             and are left out. None: there is none.
 
     Raises:
-        ConfigError: a rank is not below its size.
+        ConfigError: a value is no integer, or out of range, such as a rank that is not below its
+            size.
     """
 
     tensor_rank: int = 0
@@ -46,6 +48,12 @@ class TrainerLayout:
     vocab_size: int | None = None
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            number = as_integer(value)
+            if number is None and (value is not None or field.default is not None):
+                raise ConfigError(f"{field.name}={shown(value)} must be an integer")
+            object.__setattr__(self, field.name, number)  # plain, where it is one of NumPy's
         own = self.parallel
         for kind, rank, size in (
             ("tensor", own.rank, own.size),
@@ -56,6 +64,10 @@ class TrainerLayout:
                 raise ConfigError(f"{kind}_rank={rank} must be below {kind}_size={size}")
         if self.first_layer < 0:
             raise ConfigError(f"first_layer={self.first_layer} must not be negative")
+        if self.vocab_size is not None and self.vocab_size < 1:
+            raise ConfigError(
+                f"vocab_size={self.vocab_size} must be at least 1, or None for no padding"
+            )
 
     @classmethod
     def of(cls, model: Any, *, vocab_size: int | None = None) -> TrainerLayout:
