@@ -45,7 +45,8 @@ def exact_log_probs(
         float32 ``[...]``. The gradient is that of a softmax.
 
     Raises:
-        ConfigError: the shapes do not fit, or a value is out of range.
+        ConfigError: the shapes do not fit, or a value is out of range. Of tokens on a GPU nobody
+            looks at the values.
     """
     if logits.shape[:-1] != tokens.shape:
         raise ConfigError(
@@ -57,6 +58,11 @@ def exact_log_probs(
     if temperature is None and (top_k, top_p) != (0, 0.0):
         raise ConfigError("top_k and top_p are of processed log-probabilities: give a temperature")
     flat = logits.flatten(0, -2)[:, :vocab_size]
+    if not tokens.is_cuda and tokens.numel() and (most := int(tokens.max())) >= flat.shape[1]:
+        raise ConfigError(
+            f"tokens hold {most} and the vocabulary is 0 .. {flat.shape[1] - 1}: give -100 where "
+            "there is no token, as in padding"
+        )
     options = None if temperature is None else _options(temperature, top_k, top_p)
     found: Tensor = _LogProbs.apply(flat, tokens.flatten(), options)  # type: ignore[no-untyped-call]
     return found.view(tokens.shape)

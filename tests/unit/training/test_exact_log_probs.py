@@ -55,6 +55,8 @@ def test_what_log_probs_do_not_take_is_refused() -> None:
         ({"temperature": 1e-40}, "too small to divide by"),
         ({"temperature": 1.0, "top_k": 2.5}, "top_k=2.5"),
         ({"tokens": tokens.float()}, "give integers"),
+        ({"tokens": tokens + 3}, r"tokens hold 3 and the vocabulary is 0 .. 2: give -100"),
+        ({"tokens": tokens + 2, "vocab_size": 2}, r"tokens hold 2 and the vocabulary is 0 .. 1"),
         ({"temperature": 1.0, "top_p": 1.5}, "top_p=1.5"),
     ):
         with pytest.raises(ConfigError, match=said):
