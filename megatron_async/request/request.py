@@ -186,6 +186,7 @@ class DynamicInferenceRequest:
                 f"request {self.request_id} has no log-probabilities; add it with "
                 "return_log_probs=True"
             )
+        forced = self.sampling_params.forced_token_ids or ()
         return Rollout(
             prompt_tokens=tuple(self.prompt_tokens),
             generated_tokens=tuple(self.generated_tokens),
@@ -196,6 +197,7 @@ class DynamicInferenceRequest:
             seed=self.seed,
             routed_experts=self.routed_experts,
             drafted_rows=tuple(self.drafted_rows or ()),
+            forced=min(len(forced), len(self.generated_tokens)),
         )
 
     # --- a record, as megatron-core's ---------------------------------------------------------
@@ -250,7 +252,8 @@ class Rollout:
     ``generated_tokens[i]``, which was sampled with the weights of the last of ``weight_spans`` that
     starts at or before i. :func:`megatron_async.request.rollouts.batch_of` makes tensors of
     several. ``routed_experts`` are the request's, if it asked for them. ``drafted_rows`` are the
-    rows of it that had drafts.
+    rows of it that had drafts. The first ``forced`` of the tokens were not sampled, but given by
+    ``forced_token_ids``: their log-probabilities are those of the weights that prefilled them.
 
     Raises:
         IntegrityError: a token has no log-probability, no weight version, or no routed experts; or
@@ -266,6 +269,7 @@ class Rollout:
     seed: int | None
     routed_experts: Any = field(default=None, compare=False)
     drafted_rows: tuple[DraftedRow, ...] = ()
+    forced: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         count = len(self.generated_tokens)
@@ -294,8 +298,9 @@ class Rollout:
 
     @property
     def loss_mask(self) -> tuple[int, ...]:
-        """1 for each of ``tokens`` that was generated, 0 for the prompt's."""
-        return (0,) * len(self.prompt_tokens) + (1,) * len(self.generated_tokens)
+        """1 for each of ``tokens`` that was sampled, 0 for the prompt's and for forced ones."""
+        given = len(self.prompt_tokens) + self.forced
+        return (0,) * given + (1,) * (len(self.tokens) - given)
 
     @property
     def weight_versions(self) -> tuple[int, ...]:

@@ -26,9 +26,10 @@ class RolloutBatch(NamedTuple):
     Attributes:
         tokens: int64, prompt and generated tokens.
         attention_mask: bool, no padding.
-        loss_mask: bool, tokens to learn from: generated, and by weights that are not too old.
-        log_probs: float32, of generated tokens, when they were sampled; 0 elsewhere.
-        weight_versions: int64, of the weights that sampled a token; -1 for others.
+        loss_mask: bool, tokens to learn from: sampled, and by weights that are not too old.
+        log_probs: float32, of generated tokens, when they were sampled, or prefilled where they
+            were forced; 0 elsewhere.
+        weight_versions: int64, of the weights that ``log_probs`` are of; -1 for others.
     """
 
     tokens: Tensor
@@ -76,7 +77,8 @@ def batch_of(
         log_probs[row, start:end] = torch.tensor(rollout.log_probs, dtype=torch.float32)
         versions[row, start:end] = torch.tensor(rollout.weight_versions, dtype=torch.int64)
         if not (mask_truncated and rollout.is_truncated):
-            loss_mask[row, start:end] = versions[row, start:end] >= oldest_version
+            first = start + rollout.forced
+            loss_mask[row, first:end] = versions[row, first:end] >= oldest_version
     return RolloutBatch(tokens, attention_mask, loss_mask, log_probs, versions)
 
 

@@ -16,6 +16,7 @@ from megatron_async.engine.recording import read_run
 from megatron_async.engine.replay import replay
 from megatron_async.errors import RequestError
 from megatron_async.request.request import FinishReason
+from megatron_async.request.rollouts import batch_of
 from tests.support.engines import hash_engine
 from tests.support.hash_tokenizer import hash_tokenizer
 from tests.unit.engine.test_scores import PROMPTS, engine_of, network_of
@@ -110,6 +111,29 @@ def test_the_prompts_own_log_probs_end_at_the_prompt() -> None:
     assert own is not None and request.generated_log_probs is not None
     assert (*own, *request.generated_log_probs[:3]) == score.log_probs
     assert request.prompt_token_ranks == list(score.ranks[: len(prompt) - 1])
+
+
+def test_nothing_is_learned_from_tokens_that_were_not_sampled() -> None:
+    """Neither in a rollout nor in a batch, where one was aborted before its first token too."""
+    given = ([], [5], [5, 6, 7])
+    with engine_of(1) as engine:
+        rollouts = [
+            request.rollout()
+            for request in engine.generate([PROMPTS[1]] * 3, [params_of(7, g) for g in given])
+        ]
+        future = engine.add_request(9, PROMPTS[2], params_of(9, [5, 6]))
+        engine.abort_request(9)
+        engine.step_modern()
+        rollouts.append(future.result().rollout())
+    count = len(PROMPTS[1])
+    batch = batch_of(rollouts)
+    for forced, rollout, row in zip(given, rollouts, batch.loss_mask.int().tolist(), strict=False):
+        place = count + len(forced)
+        assert list(rollout.generated_tokens[: rollout.forced]) == forced
+        assert rollout.loss_mask == (0,) * place + (1,) * (count + LENGTH - place)
+        assert row[: count + LENGTH] == list(rollout.loss_mask)
+    assert rollouts[3].generated_tokens == () and not any(rollouts[3].loss_mask)
+    assert not batch.loss_mask[3].any() and (batch.weight_versions[2, count:] == 0).all()
 
 
 @pytest.mark.parametrize("way", ("continue", "restart"))
