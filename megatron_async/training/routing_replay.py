@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +42,9 @@ def forced_routing(model: Any, routed_experts: Tensor) -> ForcedRouting:
         What ends it, by ``close`` or as a context.
 
     Raises:
-        ConfigError: the experts do not suit the model, or its router cannot be told what to choose.
+        ConfigError: the experts do not suit the model, its router cannot be told what to choose, or
+            it is told already. A forward over token ids of another shape than ``[B, S]`` raises it
+            too, and so does one in ``torch.inference_mode``, where layers take it for an engine's.
     """
     return ForcedRouting(unwrapped(model), routed_experts)
 
@@ -62,9 +65,13 @@ class ForcedRouting:
             if isinstance(layer, MegatronMoELayer):
                 self._replays.append((layer.router, layer.router.router_replay))
                 layer.router.router_replay = _Replay(own)
+        self._shape = tuple(routed_experts.shape[:2])
+        self._signature = inspect.signature(type(model).forward)
+        self._hook = model.register_forward_pre_hook(self._check_forward, with_kwargs=True)
 
     def close(self) -> None:
         """The model chooses by itself again."""
+        self._hook.remove()
         for layer in self._layers:
             if hasattr(layer, "forced"):
                 layer.forced = None
@@ -86,6 +93,10 @@ class ForcedRouting:
                 "forced_routing: context_parallel_size must be 1, since its ranks have parts of "
                 "sequences"
             )
+        if is_forced(model):
+            raise ConfigError(
+                "forced_routing: the model's experts are forced already; close that first"
+            )
         experts, chosen = _sizes(self._layers[0])
         shape = (len(self._layers), chosen)
         if ids.dim() != 4 or tuple(ids.shape[2:]) != shape or ids.dtype not in _INTEGERS:
@@ -101,6 +112,24 @@ class ForcedRouting:
         for layer in self._layers:
             if isinstance(layer, MegatronMoELayer):
                 _check_router(layer)
+
+    def _check_forward(self, model: Any, args: Any, kwargs: Any) -> None:
+        """Before a forward: raise where its tokens would get the experts of others, or none."""
+        given = self._signature.bind_partial(model, *args, **kwargs).arguments
+        given |= given.get("kwargs", {})
+        tokens = given.get("input_ids")
+        if tokens is None or given.get("inference_context") is not None:
+            return
+        if tuple(tokens.shape) != self._shape:
+            raise ConfigError(
+                f"forced_routing: input_ids are {list(tokens.shape)} and routed_experts are of "
+                f"{list(self._shape)}: give the experts of this batch, one call for each"
+            )
+        if torch.is_inference_mode_enabled():
+            raise ConfigError(
+                "forced_routing: layers take a forward in torch.inference_mode() for an engine's, "
+                "which chooses by itself: use torch.no_grad()"
+            )
 
 
 def is_forced(model: torch.nn.Module) -> bool:

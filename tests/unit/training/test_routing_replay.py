@@ -196,6 +196,32 @@ def test_what_does_not_suit_is_refused(megatron_trains_on_a_cpu: None) -> None:
         forced_routing(stock, ids)
 
 
+@pytest.mark.parametrize("kind", ("experts", "stock experts"))
+def test_no_token_gets_the_experts_of_another(kind: str, megatron_trains_on_a_cpu: None) -> None:
+    """Forwards over other batches, also those with as many tokens, or with one, whose experts all
+    tokens would take; and a second set of experts."""
+    model = trained(model_of(kind, torch.float32))
+    batch, routed = rollouts_of(model)
+    changed(model)
+    tokens = batch.tokens
+    own = model(*arguments(tokens))
+    with forced_routing(model, routed):
+        forced = model(*arguments(tokens))
+        for other in (tokens[:1], tokens[:, :-1], tokens.t(), tokens.view(1, -1), tokens[:1, :1]):
+            with pytest.raises(ConfigError, match=r"routed_experts are of \[2, 14\]"):
+                model(*arguments(other))
+        with pytest.raises(ConfigError, match="forced already"):
+            forced_routing(model, routed)
+        with torch.inference_mode(), pytest.raises(ConfigError, match=r"torch.no_grad\(\)"):
+            model(*arguments(tokens))
+        with torch.no_grad():
+            torch.testing.assert_close(model(*arguments(tokens)), forced)
+        assert not torch.equal(forced, own)
+    with forced_routing(model, routed[:1, :1]), pytest.raises(ConfigError, match=r"of \[1, 1\]"):
+        model(*arguments(tokens))
+    assert torch.equal(model(*arguments(tokens)), own)
+
+
 def test_all_rollouts_of_a_batch_must_have_them() -> None:
     model = model_of("experts", torch.float32)
     config = config_at(1, return_routed_experts=True, max_requests=2, max_sequence_length=40)
