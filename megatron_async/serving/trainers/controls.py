@@ -139,18 +139,31 @@ class TrainerControls:
             is_other = None not in (called, self._name) and called != self._name
             if self._transfer.is_open and is_other:
                 self._transfer.forget()
-            if not self._transfer.is_open:
+            begins = not self._transfer.is_open
+            if begins:
                 self._transfer.start(partial=partial)
             self._name, self._is_bucketed = called or self._name, True
-            if announced is not None:
-                count = self._transfer.receive(**announced, most_bytes=self._room)
-            else:
-                from megatron_async.serving.trainers.pickled_tensors import read_tensors
-
-                assert serialized is not None
-                room = self._room
-                count = self._transfer.add(lambda: read_tensors(serialized, load_format, room))
+            try:
+                count = self._take_bucket(serialized, load_format, announced)
+            except BaseException:
+                if begins:  # a bucket that is refused has begun nothing
+                    self._transfer.forget()
+                raise
             return self._finish() if ends and not self._holds else {"tensors": count}
+
+    def _take_bucket(
+        self,
+        serialized: str | None,
+        load_format: str | None,
+        announced: dict[str, Any] | None,
+    ) -> int:
+        if announced is not None:
+            return self._transfer.receive(**announced, most_bytes=self._room)
+        from megatron_async.serving.trainers.pickled_tensors import read_tensors
+
+        assert serialized is not None
+        room = self._room
+        return self._transfer.add(lambda: read_tensors(serialized, load_format, room))
 
     def take_weights(self) -> dict[str, Any]:
         """Replace the weights by what has come, if anything has, and hold them no more."""

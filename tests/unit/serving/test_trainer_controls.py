@@ -92,6 +92,26 @@ def test_a_pause_begins_anew(controls: TrainerControls, weights: Weights) -> Non
     assert [each["names"] for each in weights.taken] == [{"a"}]
 
 
+def test_a_bucket_that_is_refused_begins_no_update(
+    controls: TrainerControls, weights: Weights
+) -> None:
+    """So generation goes on behind it; one that has begun with others is kept."""
+    announced = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "packed": False}
+    asked: dict[str, Any] = {"ends": False, "partial": False, "announced": announced}
+    for ends in (False, True):
+        controls.hold_weights()
+        with pytest.raises(RequestError, match="no weight-transfer group"):
+            controls.add_weights(**{**asked, "ends": ends})
+        assert controls.take_weights() == {} and not weights.taken
+    controls.hold_weights()
+    add(controls, "a")
+    with pytest.raises(RequestError, match="no weight-transfer group"):
+        controls.add_weights(**asked)
+    add(controls, "b")
+    controls.take_weights()
+    assert weights.taken[0]["names"] == {"a", "b"}
+
+
 def test_another_name_begins_anew(controls: TrainerControls, weights: Weights) -> None:
     add(controls, "a", "1")
     add(controls, "b", "2", ends=True)
