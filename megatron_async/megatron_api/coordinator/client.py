@@ -13,13 +13,14 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from megatron_async.codec import encode
-from megatron_async.errors import RequestError
+from megatron_async.errors import RequestError, shown
 from megatron_async.megatron_api.coordinator.headers import OUR_NAME, OURS, Headers
 from megatron_async.megatron_api.coordinator.sockets import SocketThread, read_message
 from megatron_async.megatron_api.coordinator.tables import CLIENT
 from megatron_async.megatron_api.names import no_attribute
 from megatron_async.megatron_api.sampling import own_params
 from megatron_async.megatron_compat import installed
+from megatron_async.request.parameter_checks import as_integer
 from megatron_async.request.request import DynamicInferenceRequest
 from megatron_async.sampling_params import SamplingParams
 
@@ -30,6 +31,18 @@ _HANDOFF = (
 )
 
 logger = logging.getLogger(__name__)
+
+
+def _checked_prompt(prompt: Any) -> str | list[int]:
+    """A text, or token ids of any integer type; raises :class:`RequestError`."""
+    if isinstance(prompt, str):
+        return prompt
+    if hasattr(prompt, "tolist"):  # an array, or a tensor
+        prompt = prompt.tolist()
+    tokens = [as_integer(token) for token in prompt] if isinstance(prompt, list | tuple) else [None]
+    if None in tokens:
+        raise RequestError(f"prompt={shown(prompt)} must be a text or a list of token ids")
+    return [token for token in tokens if token is not None]
 
 
 class _Waiting:
@@ -77,8 +90,11 @@ class InferenceClient:
         """Connect. The result is done: scripts for 0.16 await it.
 
         Raises:
+            RuntimeError: it has started already.
             TimeoutError: nobody answers at the address.
         """
+        if self._thread is not None:
+            raise RuntimeError("InferenceClient is running already: stop() it before")
         self._loop = loop or asyncio.get_running_loop()
         self._acknowledged.clear()
         self._thread = SocketThread(
@@ -106,7 +122,7 @@ class InferenceClient:
         ``cancel()`` aborts the request.
 
         Raises:
-            RequestError: the parameters are not valid, or there is ``multi_modal_data``.
+            RequestError: prompt or parameters are not valid, or there is ``multi_modal_data``.
             RuntimeError: the client has not started.
         """
         number, waiting = self._submit(prompt, sampling_params, multi_modal_data, streams=False)
@@ -155,9 +171,9 @@ class InferenceClient:
         sent = own.checked().serialize()
         if streams:
             sent |= {"streaming": True, "streaming_interval": interval}
+        prompt = _checked_prompt(prompt)
         number, self.next_request_id = self.next_request_id, self.next_request_id + 1
         waiting = self._waiting[number] = _Waiting(self._loop, streams=streams)
-        prompt = prompt if isinstance(prompt, str) else [int(token) for token in prompt]
         self._post(Headers.SUBMIT_REQUEST, number, prompt, sent, None)
         return number, waiting
 

@@ -9,7 +9,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 import zmq
 
 from megatron_async.errors import ConfigError, EngineStoppedError, RequestError
@@ -318,6 +320,30 @@ def test_requests_that_cannot_be_served_say_why(model: Any) -> None:
                 _ = client.paused
         with pytest.raises(RuntimeError, match="not currently running"):
             client.add_request("a", GREEDY)
+
+    run(scenario)
+
+
+def test_a_client_sends_token_ids_of_any_integer_type(model: Any) -> None:
+    """And nothing that would have to be rounded or guessed; what was asked before goes on."""
+
+    async def scenario() -> None:
+        async with listening(model) as (_, client):
+            waiting = client.add_request([5, 6, 7], LONG)
+            wrong: list[Any] = [
+                None, 5, 1.5, [1.7, 2], ["5"], [True], [[1, 2]], {"a": 1}, [None], b"ab",
+                torch.ones(2), np.ones((1, 2), dtype=np.int64),
+            ]  # fmt: skip
+            for prompt in wrong:
+                with pytest.raises(RequestError, match="must be a text or a list of token ids"):
+                    client.add_request(prompt, GREEDY)
+            with pytest.raises(RuntimeError, match=r"running already: stop\(\) it"):
+                client.start()
+            ids: list[Any] = [(5, 6), np.array([5, 6]), torch.tensor([5, 6]), [np.int32(5), 6]]
+            answers = [await client.add_request(each, GREEDY) for each in ids]
+            assert all(list(each.prompt_tokens) == [5, 6] for each in answers)
+            assert len({tuple(each.generated_tokens) for each in answers}) == 1
+            assert (await waiting).status is Status.COMPLETED
 
     run(scenario)
 
