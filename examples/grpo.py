@@ -137,6 +137,14 @@ def kl_error_of(differences: Tensor) -> float | None:
     return float((differences.expm1() - differences).mean()) if len(differences) else None
 
 
+def say_kl_errors(errors: Sequence[float]) -> None:
+    """Print the largest one, if there are any."""
+    if errors:
+        print(f"KL error: {max(errors)} at most")
+    else:
+        print("KL error: no token was of the trainer's own weights; --staleness 0 has some")
+
+
 def advantages_of(rewards: Tensor) -> Tensor:
     """Of rewards ``[prompts, group]``: how much better than the group, in its deviations."""
     centred = rewards - rewards.mean(dim=1, keepdim=True)
@@ -304,8 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Update]:
         f"the engine waited {idle:.1%} of the time, the trainer {waited / seconds:.1%}; new "
         f"weights took {1e3 * sum(update.copied for update in updates) / len(updates):.1f} ms each"
     )
-    errors = [update.kl_error for update in updates if update.kl_error is not None]
-    print(f"KL error: {max(errors, default=0.0)} at most")
+    say_kl_errors([update.kl_error for update in updates if update.kl_error is not None])
     if args.json is not None:
         args.json.write_text(json.dumps([dataclasses.asdict(u) for u in updates], indent=1) + "\n")
     if args.plot is not None:

@@ -19,9 +19,10 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
-from grpo import PROMPTS, Trainer, advantages_of, reward_of
+from grpo import PROMPTS, Trainer, advantages_of, reward_of, say_kl_errors
 
 from megatron_async import DynamicInferenceEngine, EngineConfig, Rollout, SamplingParams
 from megatron_async.request.rollouts import batch_of
@@ -71,7 +72,7 @@ class Engine:
         self._process = context.Process(target=serve, args=(theirs, rows), daemon=True)
         self._process.start()
         theirs.close()
-        self.version: int = self._pipe.recv()
+        self.version: int = self._receive()
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self._shards = ShardGroup("127.0.0.1", port, TrainerLayout(), rank=0, trainers=1)
@@ -93,13 +94,19 @@ class Engine:
 
     def take(self) -> list[Written]:
         """The oldest batch that was asked for."""
-        return self._written.popleft() if self._written else self._pipe.recv()
+        return self._written.popleft() if self._written else self._receive()
+
+    def _receive(self) -> Any:
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            raise SystemExit("the engine's process has ended; what it says is above") from None
 
     def send(self, weights: dict[str, torch.Tensor]) -> None:
         """Give the engine new weights when it is done with what was asked for."""
         self._pipe.send(self._shards.handles)
         self._shards.send(weights)
-        while not isinstance(reply := self._pipe.recv(), int):
+        while not isinstance(reply := self._receive(), int):
             self._written.append(reply)
         self.version = reply
 
@@ -118,6 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     parser.add_argument("--tokens", type=int, default=96, help="most tokens of a rollout")
     parser.add_argument("--in-turns", action="store_true", help="generate, learn, generate, ...")
     args = parser.parse_args(arguments)
+    if min(args.updates, args.prompts, args.tokens) < 1 or args.group < 2:
+        parser.error("--updates, --prompts and --tokens take 1 or more, --group 2")
     torch.manual_seed(0)
     torch.set_num_threads(1)
     errors = []
@@ -149,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
             flush=True,
         )
     engine.close()
-    print(f"KL error: {max(errors, default=0.0)} at most")
+    say_kl_errors(errors)
     return errors
 
 
