@@ -140,7 +140,7 @@ class ExactNumerics:
             raise ConfigError(
                 "exact_numerics: decoder_input is not what an engine embeds: give input_ids alone"
             )
-        _check_mask(given.get("attention_mask"))
+        _check_mask(given.get("attention_mask"), token_ids.shape)
         lengths = _lengths(token_ids, given.get("position_ids"), given.get("packed_seq_params"))
         if model.position_embedding_type == "learned_absolute":
             _check_learned(lengths, given.get("position_ids"))
@@ -234,9 +234,15 @@ def _check_stacked(model: torch.nn.Module) -> None:
             )
 
 
-def _check_mask(mask: Tensor | None) -> None:
+def _check_mask(mask: Tensor | None, shape: torch.Size) -> None:
     """Raise unless a mask ``[..., S, S]``, true where a token is not seen, is causal for the tokens
-    in front of padding."""
+    in front of padding; or unless in one of the token ids' ``shape`` ``[B, S]``, true for tokens,
+    padding is behind them."""
+    if mask is not None and mask.shape == shape and bool((mask.int().diff(dim=1) > 0).any()):
+        raise ConfigError(
+            "exact_numerics: attention_mask has tokens behind padding, where engines would see it: "
+            "pad behind the last token"
+        )
     if mask is None or mask.dim() < 3 or mask.dtype != torch.bool:
         return
     size = mask.shape[-1]

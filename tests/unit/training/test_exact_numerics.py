@@ -514,6 +514,24 @@ def test_a_model_has_exact_numerics_once() -> None:
     exact_numerics(model).close()
 
 
+@pytest.mark.parametrize("dtype", (torch.bool, torch.int64, torch.float32))
+def test_masks_of_tokens_are_taken_where_padding_is_behind_them(dtype: torch.dtype) -> None:
+    """Without position ids nothing else would say that padding is in front; the model reads no
+    mask."""
+    model, ids = model_of("dense", torch.float32), torch.arange(12).view(3, 4)
+    behind = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]], dtype=dtype)
+    with exact_numerics(model):
+        expected = model(ids, None, None)
+        assert torch.equal(model(ids, None, behind), expected)
+        for row in ([0, 0, 1, 1], [1, 0, 1, 1], [1, 1, 0, 1], [0, 1, 1, 0]):
+            wrong = behind.clone()
+            wrong[2] = torch.tensor(row, dtype=dtype)
+            with pytest.raises(ConfigError, match="tokens behind padding"):
+                model(ids, None, wrong)
+        causal = torch.ones(4, 4, dtype=dtype).triu(1)  # of another shape, as megatron's
+        assert torch.equal(model(ids, None, causal), expected)
+
+
 def test_forwards_that_would_not_be_exact_are_refused() -> None:
     model, tokens = model_of("dense", torch.float32), torch.arange(6)[None]
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 4], dtype=torch.int32))
