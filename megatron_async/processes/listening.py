@@ -4,6 +4,17 @@ from __future__ import annotations
 
 import socket
 
+from megatron_async.errors import ConfigError, shown
+
+MAX_PORT = 65535
+
+
+def check_port(port: object) -> None:
+    """Raises :class:`ConfigError` for what is no port that somebody listens at; some libraries take
+    what is left of it over 65,536."""
+    if isinstance(port, bool) or not isinstance(port, int) or not 1 <= port <= MAX_PORT:
+        raise ConfigError(f"port={shown(port)} must be an integer from 1 to {MAX_PORT}")
+
 
 def listen_at(address: str, port: int) -> socket.socket:
     """A socket that accepts connections at a host's name or address.

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_async.errors import CheckpointError, ConfigError
-from megatron_async.processes.listening import listen_at, own_address
+from megatron_async.processes.listening import check_port, listen_at, own_address
 from megatron_async.weights.tensor_info import announced, infos_of, weights_of
 
 TRAINER = 0
@@ -63,6 +63,7 @@ class WeightGroup:
             raise ConfigError(f"backend={backend!r} must be one of {', '.join(BACKENDS)}")
         if not 0 <= rank < world_size or world_size < 2:
             raise ConfigError(f"rank={rank} must be below world_size={world_size}, at least 2")
+        check_port(port)
         self.device = torch.device(device)
         if self.device.type != BACKENDS[backend]:
             raise ConfigError(f"backend={backend!r} does not send tensors of {self.device}")

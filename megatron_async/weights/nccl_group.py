@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_async.errors import ConfigError
+from megatron_async.processes.listening import check_port
 
 ID_BYTES = 128
 ID_KEY = "broadcast_from/0/0"
@@ -69,6 +70,7 @@ class NcclGroup:
     ) -> None:
         if device.type != "cuda":
             raise ConfigError(f"backend='nccl' does not send tensors of {device}")
+        check_port(port)
         self.device = device
         try:
             self._nccl = ctypes.CDLL("libnccl.so.2")

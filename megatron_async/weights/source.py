@@ -235,11 +235,17 @@ class GatheredWeights:
 
     Args:
         manifest: names of all that will come; None for those of the model.
+
+    Raises:
+        CheckpointError: the manifest has no names.
     """
 
     each_rank_reads: ClassVar[bool] = False
 
     def __init__(self, manifest: Collection[str] | None = None) -> None:
+        names = () if manifest is None else manifest
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise CheckpointError("the manifest of new weights must be a list of their names")
         self._manifest = None if manifest is None else frozenset(manifest)
         self._tensors: dict[str, Tensor] = {}
 
@@ -252,10 +258,18 @@ class GatheredWeights:
         """Take copies of some tensors, whose memory may then be used for the next ones.
 
         Raises:
-            CheckpointError: one has come before, or is not in the manifest; nothing of the bucket
-                is taken.
+            CheckpointError: one has come before, is not in the manifest, or is no tensor; nothing
+                of the bucket is taken.
         """
-        for name in bucket:
+        if not isinstance(bucket, Mapping):
+            raise CheckpointError(
+                f"a bucket of new weights is a {type(bucket).__name__}; give tensors by their names"
+            )
+        for name, tensor in bucket.items():
+            if not isinstance(tensor, Tensor):
+                raise CheckpointError(
+                    f"the new {name} is a {type(tensor).__name__}; give a torch.Tensor"
+                )
             if name in self._tensors:
                 said = "send each tensor once, and make a GatheredWeights for each update"
                 raise CheckpointError(f"{name} has come before; {said}")

@@ -89,7 +89,16 @@ def infos_of(tensors: Mapping[str, Tensor]) -> list[TensorInfo]:
 
 
 def weights_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The weights of a state dict: the extra states of megatron-core's layers are none."""
+    """The weights of a state dict: the extra states of megatron-core's layers are none.
+
+    Raises:
+        CheckpointError: it is none, or a key is no name.
+    """
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        raise CheckpointError(
+            f"the new weights are a {type(state).__name__} that is no state dict; give parameters "
+            "by their names"
+        )
     return {
         name: value.detach()
         for name, value in state.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +67,25 @@ def test_what_has_not_come_leaves_the_old_weights(engine: DynamicInferenceEngine
         GatheredWeights(["a"]).add(new)
     assert engine.weight_version == 0
     assert all((state_of(engine)[name] == value).all() for name, value in before.items())
+
+
+def test_what_are_no_tensors_by_their_names_is_not_gathered(
+    engine: DynamicInferenceEngine,
+) -> None:
+    """Nothing of such a bucket is taken."""
+    manifests: list[Any] = ["decoder", [["a", "float32", [2]]], [3], {"a", 4}]
+    for manifest in manifests:
+        with pytest.raises(CheckpointError, match="must be a list of their names"):
+            GatheredWeights(manifest)
+    new = other(state_of(engine))
+    name = next(iter(new))
+    gathered = GatheredWeights(new)
+    buckets: list[Any] = [None, [name], {name: None}, {name: new[name].tolist()}]
+    for bucket in (*buckets, new | {name: new[name].numpy()}):
+        with pytest.raises(CheckpointError, match=r"give tensors by their names|give a torch.Ten"):
+            gathered.add(bucket)
+    gathered.add(new)
+    assert engine.update_weights(gathered) == 1
 
 
 def test_a_state_dict_of_some_is_an_update_of_some_where_it_is_asked_for(

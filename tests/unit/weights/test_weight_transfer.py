@@ -170,9 +170,12 @@ def test_what_cannot_be_shared_or_sent_is_refused() -> None:
         ({}, "no device"),
         ({"a": torch.zeros(2, device="meta")}, "on meta"),
         ({"a": torch.zeros(2, dtype=torch.complex64)}, "complex64"),
+        ({3: torch.zeros(2)}, "by their names"),
+        ([("a", torch.zeros(2))], "a list that is no state dict"),
+        (None, "a NoneType that is no state dict"),
     ):
         with pytest.raises(CheckpointError, match=said):
-            SharedWeights(tensors)
+            SharedWeights(tensors)  # type: ignore[arg-type]
     options: dict[str, Any] = {"rank": 0, "world_size": 2}
     for wrong, said in (
         ({"backend": "mpi"}, "gloo, nccl"),
@@ -182,6 +185,10 @@ def test_what_cannot_be_shared_or_sent_is_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             WeightGroup("127.0.0.1", free_port(), **{**options, **wrong})
+    for port in (0, -1, 65536, 99999, "5000", 5000.0, None, True):
+        for rank in (0, 1):
+            with pytest.raises(ConfigError, match="must be an integer from 1 to 65535"):
+                WeightGroup("127.0.0.1", port, rank=rank, world_size=2)  # type: ignore[arg-type]
 
 
 def test_a_group_listens_at_the_address_of_the_trainer_alone() -> None:
