@@ -10,7 +10,7 @@ struct Schedule {
   int places[ROWS * TOP_K];
   float weights[ROWS * TOP_K];
   // Of the rows in shared memory: places in the table of chosen experts, rows, and what they weigh. Between
-  // the last row of a unit and the next eight are some that are none, -1, but not with FEW.
+  // the last row of a unit and the next eight are some that are none, -1.
   int place_of[PASS], row_of[PASS];
   float weight_of[PASS];
   int unit_count;
@@ -57,8 +57,7 @@ __device__ __forceinline__ void read_schedule(Schedule& s, const u32* experts, c
 __device__ __forceinline__ int rows_of_unit(const Schedule& s, int unit) {
   return min(rows_of(s, s.units[unit] & 0xffff) - (int)(s.units[unit] >> 16) * PASS, PASS);
 }
-// The rows of shared memory that a unit takes.
-__device__ __forceinline__ int in_eights(int rows) { return FEW ? rows : (rows + 7) / 8 * 8; }
+__device__ __forceinline__ int in_eights(int rows) { return (rows + 7) / 8 * 8; }
 
 // The rows of a unit, in order, from row `into` of shared memory on. All threads call it.
 __device__ __forceinline__ void take_rows(Schedule& s, int unit, int into) {

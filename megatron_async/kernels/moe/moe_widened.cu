@@ -11,8 +11,6 @@
 //   GATED, FUNCTION, HAS_LIMIT   see ExpertActivation; FUNCTION is in moe_activation.cuh
 //   ROWS       of the step, at most; PASS of them are in shared memory at once; of an expert with
 //              more the others come in further passes
-//   FEW        1: of a step of up to eight rows an expert's are next to those of the one before, and products
-//              of more are made with its last one
 //   THREADS, ST   of a CTA; steps of 2,048 bytes that each warp has on their way, at most those of a tile
 //
 // Rows of the step that one expert has are next to each other in shared memory. A product of a row has all its columns in one warp, in order, so its bits do not depend on other rows.
@@ -45,8 +43,8 @@
 #define SCALES_AT (RING_AT + WARPS * AHEAD * 2048)
 #define SCHEDULE_AT (SCALES_AT + WARPS * 2 * SCALE_TILE)  // of the tile that is used, and the next one
 
-static_assert(!(W8 && W4) && K % (W4 ? 64 : 16) == 0 && OUT % 16 == 0 && PASS <= 32, "sizes");
-static_assert(FEW ? ROWS <= 8 && ROWS <= PASS : PASS % 8 == 0, "an expert's rows are there at once");
+static_assert(!(W8 && W4) && K % (W4 ? 64 : 16) == 0 && OUT % 16 == 0 && PASS % 8 == 0 && PASS <= 32,
+              "sizes");
 static_assert(!W8 || ONE_SCALE || SCALE_COLUMNS % HALF_COLUMNS == 0, "columns that share a scale");
 
 extern __shared__ __align__(16) char shared[];
@@ -155,14 +153,13 @@ template <int NT>
 __device__ __forceinline__ void multiply_unit(const Arguments& given, const Schedule& s, Loads& loads,
                                               Reads& reads, int unit, int first, int count) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const u32 row = first + (FEW ? min(g, count - 1) : g);
-  const u32 x = shared_address(shared) + row * X_ROW + t * (VALUES * 2);
+  const u32 x = shared_address(shared) + (first + g) * X_ROW + t * (VALUES * 2);
 #if W4
-  const u32 swizzle = t / 2 | row % 2 * 2;
+  const u32 swizzle = t / 2 | g % 2 * 2;
 #elif W8
-  const u32 swizzle = row % 2;
+  const u32 swizzle = g % 2;
 #else
-  const u32 swizzle = row % 2 * 64;
+  const u32 swizzle = g % 2 * 64;
 #endif
   constexpr bool has_room = !W8 || ONE_SCALE || NT < 4;  // in registers
   constexpr int unrolled = STEPS % AHEAD == 0 && has_room ? AHEAD : 1;  // so that slots are constants
@@ -361,7 +358,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
     for (count = 0; unit < behind; unit++) {
       const int rows = rows_of_unit(s, unit);
-      if (FEW || rows <= 8) multiply_unit<1>(given, s, loads, reads, unit, count, rows);
+      if (rows <= 8) multiply_unit<1>(given, s, loads, reads, unit, count, rows);
 #if PASS >= 16
       else if (rows <= 16) multiply_unit<2>(given, s, loads, reads, unit, count, rows);
 #endif

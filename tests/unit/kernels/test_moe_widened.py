@@ -11,6 +11,7 @@ import torch
 
 from megatron_async.kernels.moe import row
 from megatron_async.kernels.moe.mxfp4 import NOT_A_NUMBER, arrange, unpack
+from megatron_async.kernels.moe.tiles import padded_rows
 from megatron_async.kernels.shared_memory import HOPPER_BYTES
 from tests.support import emulator
 from tests.support.cuda_kernels import LIMIT, on_gpu
@@ -299,54 +300,11 @@ def test_shared_memory_is_what_the_kernel_takes() -> None:
         for columns in ((2048, 768), (128, 128))
     ]
     defines, expected = [], []
-    for shape, rows, down in itertools.product(shapes, (1, 2, 7, 32, 64), (0, 1)):
+    for shape, rows, down in itertools.product(shapes, (7, 32, 64), (0, 1)):
         kernels = widened.WidenedExperts(shape, torch.device("cpu"), 132)
         given = kernels.defines(rows, down)
         sizes = given["PASS"], given["THREADS"], given["ST"]
         defines.append(given)
-        expected.append(widened.shared_bytes(shape, given["ROWS"], down, *sizes))
+        expected.append(widened.shared_bytes(shape, padded_rows(rows), down, *sizes))
     assert emulator.shared_bytes("moe_widened", defines) == expected
     assert max(expected) <= HOPPER_BYTES
-
-
-def test_of_few_rows_both_layers_fit_on_an_sm_and_each_warp_has_much_on_its_way() -> None:
-    """The second layer's CTAs begin beside the first one's. More rows take as many as before."""
-    shapes = [replace(shape, is_packed=True) for shape in LARGE_SHAPES.values()]
-    shapes += [
-        replace(shape, scale_columns=ScaleColumns(shape.hidden, shape.inner))
-        for shape in LARGE_SHAPES.values()
-    ]
-    for shape in shapes:
-        kernels = widened.WidenedExperts(shape, torch.device("cpu"), 132)
-        for rows in range(1, widened.MOST_FEW + 1):
-            taken = 0
-            for down in (0, 1):
-                given = kernels.defines(rows, down)
-                assert given["FEW"] and rows <= given["ROWS"] < 2 * rows and given["ST"] >= 2
-                sizes = given["PASS"], given["THREADS"], given["ST"]
-                taken += 1024 + widened.shared_bytes(shape, given["ROWS"], down, *sizes)
-            assert taken <= HOPPER_BYTES + 1024, (shape, rows)
-        given = kernels.defines(widened.MOST_FEW + 1, 0)
-        assert (given["FEW"], given["ROWS"]) == (0, 16)
-    packed = replace(LARGE["gpt-oss"], is_packed=True)
-    first, second = (
-        widened.WidenedExperts(packed, torch.device("cpu"), 132).defines(1, down) for down in (0, 1)
-    )
-    assert (first["THREADS"], second["THREADS"]) == (352, 192)
-    assert second["ST"] >= 6, "half of a warp's only tile, while the first layer runs"
-
-
-@both
-@pytest.mark.parametrize("rows", (1, 2, 3, 5, 8))
-@pytest.mark.parametrize("options", (PACKED, {"scale_columns": (64, 64)}, {}))
-def test_few_rows_have_the_bits_of_many(
-    device: str, rows: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Experts of one row and of all; those of odd places in shared memory, too."""
-    case = case_of(MoeShape(320, 192, settings(5, 3), GPT_OSS), rows, device, **options)
-    few = case.run()
-    assert case.kernels._widened.defines(rows, 0)["FEW"] == 1
-    monkeypatch.setattr(widened, "MOST_FEW", 0)
-    assert case.kernels._widened.defines(rows, 0)["FEW"] == 0
-    for one, other in zip(few, case.run(), strict=True):
-        assert torch.equal(one, other)

@@ -34,13 +34,6 @@ at one, two and four rows: 41, 51 and 66, of which the router took 13 and takes 
 49 and 94 in one kernel. GPT-OSS-20B in MXFP4 at one and four rows: 39 and 84 beside 44 and 201."""
 _PASSES = (32, 24, 16, 8)
 """Rows of an expert that are computed at once, as many as fit into shared memory."""
-MOST_FEW = 8
-"""Rows of a step that have so few tiles that each warp has one or two, and asks for as much of them
-as fits. Of the second layer it asks while the first one runs, with CTAs that fit beside those."""
-_FEW_WARPS = 4, 11
-_FIRST_SHARE, _SM_BYTES, _CTA_BYTES = 0.55, 1024, 1024
-"""The first layer's share of an SM's shared memory; what an SM has beyond a CTA's limit, and what
-each CTA takes beside its own."""
 _MOST_EXPERTS, _MOST_PLACES = 512, 16
 
 
@@ -157,16 +150,6 @@ def _rows_at_once(
     return None
 
 
-class _Launch(NamedTuple):
-    """Macros of ``moe_widened.cu`` that depend on the rows of a step."""
-
-    ROWS: int
-    PASS: int
-    FEW: int
-    THREADS: int
-    ST: int
-
-
 class WidenedExperts:
     """Layers of one shape on one device. Buffers are static: one layer runs at a time.
 
@@ -210,54 +193,21 @@ class WidenedExperts:
         """Whether the CTAs of a step of ``rows`` rows fit into shared memory."""
         return all(self._at_once(padded_rows(rows), down) is not None for down in (0, 1))
 
-    def _of_few(self, rows: int, down: int) -> _Launch | None:
-        """The launch for a step of at most :data:`MOST_FEW` rows; None for more, and where less
-        than two steps of a warp fit."""
-        if rows > MOST_FEW:
-            return None
-        shape, padded = self._shape, 1 << (rows - 1).bit_length()
-        at_once = min(MOST_FEW, 2 * padded)
-        least, most = _FEW_WARPS
-        units = min(shape.held, padded * shape.settings.top_k)
-        of_tile = 8 if shape.activation.gated and not down else 16
-        tiles = -(-units * (shape.hidden if down else shape.inner) // of_tile // self._ctas)
-        share = 1 - _FIRST_SHARE if down else _FIRST_SHARE
-        limit = int(share * (self._limit + _SM_BYTES)) - _CTA_BYTES
-        values = int(16 / (shape.weight_size or 2))
-        steps = max(2, -(-(shape.inner if down else shape.hidden) // values // 8))
-        for of_warp in range(-(-tiles // most), -(-tiles // least) + 1):
-            threads = 32 * max(least, -(-tiles // of_warp))
-            fitting = [
-                stages
-                for stages in range(2, steps + 1)
-                if shared_bytes(shape, padded, down, at_once, threads, stages) <= limit
-            ]
-            if fitting:
-                even = [stages for stages in fitting if steps % stages == 0]
-                return _Launch(padded, at_once, 1, threads, (even or fitting)[-1])
-        return None
-
-    def _launch_of(self, rows: int, down: int) -> _Launch:
-        few = self._of_few(rows, down)
-        if few is not None:
-            return few
-        padded = padded_rows(rows)
-        at_once = self._at_once(padded, down)
-        assert at_once is not None, "see why_not"
-        return _Launch(padded, at_once, 0, self._threads, self._stages)
-
     def defines(self, rows: int, down: int) -> dict[str, int]:
         """Macros of ``moe_widened.cu`` for a step of ``rows`` rows."""
         shape, activation, columns = self._shape, self._shape.activation, self._shape.scale_columns
+        padded = padded_rows(rows)
+        at_once = self._at_once(padded, down)
+        assert at_once is not None, "see why_not"
         of_format = {"W4": int(shape.is_packed), "W8": 0, "SCALE_COLUMNS": 32}
         if columns is not None:
             of_format = {"W4": 0, "W8": 1, "SCALE_COLUMNS": columns.w2 if down else columns.w1}
         return of_format | {
             "H": shape.hidden, "INNER": shape.inner, "HELD": shape.held,
-            "TOP_K": shape.settings.top_k, "DOWN": down,
+            "TOP_K": shape.settings.top_k, "DOWN": down, "ROWS": padded, "PASS": at_once,
             "GATED": int(activation.gated), "FUNCTION": FUNCTIONS.index(activation.function),
             "HAS_LIMIT": int(activation.limit is not None),
-            **self._launch_of(rows, down)._asdict(),
+            "THREADS": self._threads, "ST": self._stages,
         }  # fmt: skip
 
     def work(self, rows: int) -> list[tuple[str, dict[str, int]]]:

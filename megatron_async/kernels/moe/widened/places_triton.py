@@ -1,7 +1,7 @@
 """The sum of what a row's experts give, in the order of its places, in one Triton kernel.
 
-It adds them to the residual stream, whose partial statistics it emits, and to the second layers'
-bias, times the experts' weights.
+It adds the second layers' bias, times the experts' weights, and the residual stream, whose partial
+statistics it emits.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -31,37 +31,28 @@ def add_places_kernel(
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, STATISTICS: tl.constexpr,
     CENTER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The grid is ``(HIDDEN / BLOCK_N, rows / BLOCK_T)``.
-
-    The kernel in front writes ``given`` alone: what else is read was there when it began, and comes
-    from the L2 cache or memory while it runs.
-    """
+    """The grid is ``(HIDDEN / BLOCK_N, rows / BLOCK_T)``."""
+    pdl_enter(PDL)
     block = tl.program_id(0)
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = block * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rows = t < rows
-    mask = in_rows[:, None]
     at = t[:, None] * HIDDEN + column[None, :]
     total = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
-    if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
-        total += residual.to(tl.float32)
-    if STATISTICS and not CENTER:
-        next_weight = tl.load(next_weight_ptr + column).to(tl.float32)
-    if HAS_BIAS:
-        for place in tl.static_range(PLACES):
-            number = t * PLACES + place
-            chosen = tl.load(ids_ptr + number, mask=in_rows, other=-1, cache_modifier=".cg")
-            weight = tl.load(weights_ptr + number, mask=in_rows, other=0.0, cache_modifier=".cg")
-            of_expert = bias_ptr + chosen[:, None] * HIDDEN + column[None, :]
-            bias = tl.load(of_expert, mask=(chosen >= 0)[:, None], other=0.0)
-            total += weight[:, None] * bias.to(tl.float32)
-    pdl_enter(PDL)
     for place in tl.static_range(PLACES):
         number = t * PLACES + place
-        chosen = tl.load(ids_ptr + number, mask=in_rows, other=-1, cache_modifier=".cg")
-        given = tl.load(given_ptr + number[:, None] * HIDDEN + column[None, :], mask=mask)
-        total += tl.where((chosen >= 0)[:, None], given, 0.0)  # others have none, or an older one
+        chosen = tl.load(ids_ptr + number, mask=in_rows, other=-1)
+        is_there = (chosen >= 0)[:, None]
+        given = given_ptr + number[:, None] * HIDDEN + column[None, :]
+        total += tl.load(given, mask=is_there, other=0.0)
+        if HAS_BIAS:
+            weight = tl.load(weights_ptr + number, mask=in_rows, other=0.0)
+            of_expert = bias_ptr + chosen[:, None] * HIDDEN + column[None, :]
+            bias = tl.load(of_expert, mask=is_there, other=0.0)
+            total += weight[:, None] * bias.to(tl.float32)
+    mask = in_rows[:, None]
+    if HAS_RESIDUAL:
+        total += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
     rounded = total.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at, rounded, mask=mask)
     if STATISTICS:
@@ -73,6 +64,7 @@ def add_places_kernel(
             square = tl.sum(deviation * deviation, 1)
         else:
             square = tl.sum(total * total, 1)
+            next_weight = tl.load(next_weight_ptr + column).to(tl.float32)
             scaled = (total * next_weight[None, :]).to(scaled_ptr.dtype.element_ty)
             tl.store(scaled_ptr + at, scaled, mask=mask)
         into = statistics_ptr + (t * (HIDDEN // BLOCK_N) + block) * 2
