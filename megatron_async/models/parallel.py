@@ -208,10 +208,8 @@ class ModelParallel:
     def norms_behind_sum(self, like: Tensor) -> PeerRows | None:
         """What adds up rows like these, adds the sum to the residual stream and norms it, in one
         kernel; None where these are kernels of their own."""
-        from megatron_async.kernels.ranks import peer_rows
-
         kernel = self._rows_kernel(like)
-        return kernel if kernel is not None and kernel.norms and peer_rows.FUSES_NORM else None
+        return kernel if kernel is not None and kernel.norms else None
 
     def _rows_kernel(self, like: Tensor) -> PeerRows | None:
         """The kernel that takes rows like these; None where others add them up."""

@@ -21,8 +21,6 @@ LEAST_ROWS, MOST_ROWS = 65, 512
 """Rows of a sum. For fewer ``peer_sum.py`` is there."""
 MOST_RANKS = 4
 """The most ranks of a group. With more each would send too much to all others."""
-FUSES_NORM = True
-"""The norm behind a sum is the same kernel's. Not measured yet."""
 _MOST_SENT = 512 * 4096
 """Elements that a rank sends in a launch, to all others together."""
 _ALIGNMENT = 256
