@@ -277,10 +277,16 @@ def test_the_feed_shows_the_engines_last_steps(depth: int) -> None:
                     assert first["steps"] == [] and first["depth"] == depth
                     assert "CPU" in first["device"] and first["max_requests"] == 4
                     await outputs_of(client, [1, 2], LONG)
+                    await until_idle(client)
+
+                    def is_the_last(shown: dict[str, Any]) -> bool:
+                        snapshot = shown["snapshot"] or NONE
+                        is_idle = snapshot.get("gauges", {}).get("requests_running") == 0
+                        return snapshot["counters"]["steps_committed"] >= 90 and is_idle
+
                     shown = await picture()
-                    while (shown["snapshot"] or NONE)["counters"]["steps_committed"] < 90:
+                    while not is_the_last(shown):
                         shown = await picture()
-                await until_idle(client)
         check_steps(shown["steps"], depth)
         gauges = shown["snapshot"]["gauges"]
         assert gauges["blocks_total"] == 300 and gauges["requests_running"] == 0
