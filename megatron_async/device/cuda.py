@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_async.device import waiting_grids
 from megatron_async.device.protocol import CaptureWatch, Graph, Ints, Span
 from megatron_async.errors import IntegrityError
 
@@ -136,6 +135,8 @@ class CudaDevice:
         self.failure = error
 
     def close(self) -> None:
+        from megatron_async.device import waiting_grids
+
         if self.failure is None:
             self.stream.synchronize()
         waiting_grids.release(self)

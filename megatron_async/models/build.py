@@ -18,10 +18,11 @@ from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.description.memory_traffic import MXFP4_BYTES, weight_bytes
 from megatron_async.models.gpt import GPTModel
 from megatron_async.models.layers.attention import PagedAttention
+from megatron_async.models.layers.decoder_layer import link_norms
 from megatron_async.models.layers.rope import RotaryTable
 from megatron_async.models.parallel_sizes import check_divides
 from megatron_async.models.quantized.deferred import may_be_quantized as deferring
-from megatron_async.models.spec import gpt_block_spec, link_norms, mtp_block_spec
+from megatron_async.models.spec import gpt_block_spec, mtp_block_spec
 
 from megatron.core import parallel_state  # isort: skip
 from megatron.core.transformer.transformer_block import get_num_layers_to_build  # isort: skip

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from megatron_async.device import waiting_grids
 from megatron_async.models import parallel
 from megatron_async.models.description.kv_cache_spec import (
     KVCacheSpec,
@@ -177,6 +176,8 @@ class GPTNetwork(Network):
         other; it uses the model from now on."""
         if self._fused is None or not self._fused.has_waiting_grids:
             return False
+        from megatron_async.device import waiting_grids
+
         reason = waiting_grids.claim(self.device, owner)
         if reason is not None:
             logger.info("layers of experts take three launches for a few rows: %s", reason)

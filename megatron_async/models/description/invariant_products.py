@@ -21,7 +21,10 @@ def _matrices_of(model: torch.nn.Module) -> Iterator[Tensor]:
 
 def products_of(model: torch.nn.Module) -> Iterator[Product]:
     """What decode steps may multiply by, each once."""
-    from megatron_async.models.spec import DecoderLayer, multiplies_with_swiglu
+    from megatron_async.models.layers.decoder_layer import (
+        DecoderLayer,
+        multiplies_with_swiglu,
+    )
 
     gated = {
         id(layer.mlp.linear_fc1.weight)

@@ -19,7 +19,6 @@ from megatron_async.kernels.gemm.tile_config import (
 )
 from megatron_async.kernels.shared_memory import block_limit
 from megatron_async.megatron_compat.specs import MTP_LAYERS, mtp_inner_layer
-from megatron_async.models import spec
 from megatron_async.models.fused import where
 from megatron_async.models.fused.blocks.kernel_parameters import (
     e4m3_why_not,
@@ -38,6 +37,7 @@ from megatron_async.models.fused.report import (
     Block,
 )
 from megatron_async.models.fused.shared_experts import linears_apart
+from megatron_async.models.layers import decoder_layer
 from megatron_async.models.layers.attention import PagedSelfAttention
 from megatron_async.models.mamba.layers import AttentionLayer, MambaLayer, MlpLayer
 from megatron_async.models.mamba.mixer import MambaMixer
@@ -60,11 +60,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer  # isor
 _LINEARS = (
     ColumnParallelLinear,
     RowParallelLinear,
-    spec.BiasedColumnParallelLinear,
-    spec.RowParallelLinear,
-    spec.BiasedRowParallelLinear,
+    decoder_layer.BiasedColumnParallelLinear,
+    decoder_layer.RowParallelLinear,
+    decoder_layer.BiasedRowParallelLinear,
 )
-_LAYERS = (spec.DecoderLayer, TransformerLayer, AttentionLayer, MlpLayer, MambaLayer)
+_LAYERS = (decoder_layer.DecoderLayer, TransformerLayer, AttentionLayer, MlpLayer, MambaLayer)
 _ALL = {
     "fp32_residual_connection": (False,),
     "layernorm_zero_centered_gamma": (False,),

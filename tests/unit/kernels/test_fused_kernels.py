@@ -15,8 +15,7 @@ from torch import Tensor
 
 from megatron_async.kernels.gemm.skinny_gemm import statistics_of
 from megatron_async.kernels.gemm.tile_config import LAYER_NORM, NO_NORM, RMS_NORM
-from megatron_async.models import spec
-from megatron_async.models.layers import activation, attention, norm
+from megatron_async.models.layers import activation, attention, decoder_layer, norm
 from tests.support.interpreter import compiled, interpreted, on_devices
 from tests.unit.models.test_batch_invariant import MODELS, Rig
 
@@ -256,7 +255,7 @@ def fuse(monkeypatch: pytest.MonkeyPatch, choice: bool) -> list[bool]:
         asked.append(choice)
         return choice
 
-    for module in (activation, attention, norm, spec):
+    for module in (activation, attention, norm, decoder_layer):
         monkeypatch.setattr(module, "fusable", decide)
     return asked
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from megatron_async.kernels.gemm import gated
-from megatron_async.models import spec
 from megatron_async.models.build import build_model
 from megatron_async.models.description.config import ModelConfig
+from megatron_async.models.layers import decoder_layer
 from tests.support.compiled_kernels import HOPPER, LIMIT_OF, compiles, compiling_for
 
 try:
@@ -107,19 +107,19 @@ def test_a_layer_takes_it_where_nobody_watches_its_modules(monkeypatch: pytest.M
     )  # fmt: skip
     mlp = build_model(config, device="cpu", dtype=torch.float32).decoder.layers[0].mlp
     x = torch.randn(9, 1, 48)
-    inner = spec._swiglu_of_many(mlp, x)
+    inner = decoder_layer._swiglu_of_many(mlp, x)
     assert inner is not None
     torch.testing.assert_close(mlp.linear_fc2(inner)[0], mlp(x)[0])
     for module in (mlp, mlp.linear_fc1, mlp.activation_func):
         for register in (module.register_forward_hook, module.register_forward_pre_hook):
             handle = register(lambda *_: None)
-            assert spec._swiglu_of_many(mlp, x) is None
+            assert decoder_layer._swiglu_of_many(mlp, x) is None
             handle.remove()
     mlp.activation_func.__dict__["feeds"] = mlp.linear_fc2
-    assert spec._swiglu_of_many(mlp, x) is None
+    assert decoder_layer._swiglu_of_many(mlp, x) is None
     for other in ({"activation": "geglu"}, {"mlp_bias": True}):
         model = build_model(replace(config, **other), device="cpu", dtype=torch.float32)
-        assert spec._swiglu_of_many(model.decoder.layers[0].mlp, x) is None
+        assert decoder_layer._swiglu_of_many(model.decoder.layers[0].mlp, x) is None
 
 
 def in_torch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from megatron_async.kernels.gemm.invariant.segments import segment_size
 from megatron_async.kernels.gemm.invariant.skinny import Product, multiply, takes, tile_config
 from megatron_async.kernels.shared_memory import HOPPER_BYTES
 from megatron_async.models.description.invariant_products import products_of
-from megatron_async.models.spec import DecoderLayer
+from megatron_async.models.layers.decoder_layer import DecoderLayer
 from tests.support import emulator
 from tests.support.cuda_kernels import emulated
 from tests.support.interpreter import compiled

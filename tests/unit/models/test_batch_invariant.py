@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_async.models import spec
 from megatron_async.models.build import build_model
 from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.gpt_network import GPTNetwork
+from megatron_async.models.layers import decoder_layer
 from megatron_async.runner.memory.forward_batch import ForwardBatch
 from tests.support.batches import new_batch
 
@@ -247,13 +247,13 @@ def test_products_have_the_bits_of_modules_with_what_is_behind_them(
         segments.append(parts is not None)
         return parts
 
-    segments_of = spec._segments_of
-    monkeypatch.setattr(spec, "_segments_of", noted)
+    segments_of = decoder_layer._segments_of
+    monkeypatch.setattr(decoder_layer, "_segments_of", noted)
     together = rig.compute([70, 1, 1, 200, 1], others=2)
     assert any(segments)
     otherwise = rig.compute([1, 70, 1, 200, 1], others=3, other_step=9)
     assert torch.equal(together[0][-1], otherwise[0][-1])
-    monkeypatch.setattr(spec.DecoderLayer, "may_join_products", lambda self: False)
+    monkeypatch.setattr(decoder_layer.DecoderLayer, "may_join_products", lambda self: False)
     segments.clear()
     apart = rig.compute([70, 1, 1, 200, 1], others=2)
     assert not segments

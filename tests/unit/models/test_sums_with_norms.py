@@ -13,11 +13,10 @@ from megatron_async.kernels.norm import add_norm as norms
 from megatron_async.kernels.ranks import peer_rows
 from megatron_async.kernels.ranks.peer_rows import RowWords
 from megatron_async.kernels.ranks.peer_sum import PeerWords
-from megatron_async.models import spec
 from megatron_async.models.build import build_model
 from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.gpt_network import GPTNetwork
-from megatron_async.models.layers import norm
+from megatron_async.models.layers import decoder_layer, norm
 from megatron_async.models.parallel import ModelParallel
 from tests.support import emulator
 from tests.support.batches import new_batch
@@ -75,7 +74,7 @@ class Rig:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.manual_seed(0)
-        for module in (spec, norm):
+        for module in (decoder_layer, norm):
             monkeypatch.setattr(module, "fusable", lambda x: True)
         monkeypatch.setattr(norms, "add_norm", self._add_norm)
         model = build_model(CONFIG, device="cpu", dtype=torch.bfloat16)
