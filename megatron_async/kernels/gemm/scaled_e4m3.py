@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import triton
@@ -37,6 +38,20 @@ on an H200."""
 SCALE_BLOCK, SCALE_WARPS = 1024, 4
 FEW_ROWS = Tile(64, 128, DEPTH, num_warps=4, num_stages=4)
 MANY_ROWS = Tile(128, 128, DEPTH, num_warps=8, num_stages=4)
+
+
+class Sums(NamedTuple):
+    """A product that is added up, and not yet multiplied by its scales.
+
+    Args:
+        sums: fp32 ``[rows, n]``.
+        scale: fp32 ``[rows, 1]``, of the rows.
+        weight_scale: fp32 ``[n, 1]``, of the weight's.
+    """
+
+    sums: Tensor
+    scale: Tensor
+    weight_scale: Tensor
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -86,6 +101,14 @@ def _scaled_kernel(
 
 
 @triton.jit
+def scaled_sums(sums, row_scale, column_scale):
+    """Fp32 sums by both scales, one after the other."""
+    sums *= row_scale
+    sums *= column_scale
+    return sums
+
+
+@triton.jit
 def _apply_scales_kernel(
     sums_ptr, x_scale_ptr, w_scale_ptr, out_ptr, columns, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
@@ -94,14 +117,14 @@ def _apply_scales_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < columns
     sums = tl.load(sums_ptr + row * columns + column, mask=mask, other=0.0)
-    sums *= tl.load(x_scale_ptr + row)
-    sums *= tl.load(w_scale_ptr + column, mask=mask, other=0.0)
+    column_scale = tl.load(w_scale_ptr + column, mask=mask, other=0.0)
+    sums = scaled_sums(sums, tl.load(x_scale_ptr + row), column_scale)
     tl.store(out_ptr + row * columns + column, sums.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def apply_scales(sums: Tensor, scale: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Fp32 ``sums [rows, n]`` times ``scale [rows, 1]`` and ``weight_scale [n, 1]``, rounded to
-    ``dtype`` once."""
+def apply_scales(product: Sums, dtype: torch.dtype) -> Tensor:
+    """The product by its scales, ``[rows, n]``, rounded to ``dtype`` once."""
+    sums, scale, weight_scale = product
     (rows, columns), pdl = sums.shape, uses_pdl(sums.device)
     out = torch.empty(rows, columns, dtype=dtype, device=sums.device)
     _apply_scales_kernel[(rows, triton.cdiv(columns, SCALE_BLOCK))](
@@ -177,10 +200,8 @@ def multiply(
     if not rows:
         return torch.empty(shape, dtype=dtype, device=numbers.device)
     if tile is None and not by_row and library_takes(weight, groups, dtype):
-        by_unit = rows <= ONE_SCALE_ROWS and rows * columns <= ONE_SCALE_RESULTS
-        out = multiply_by_library(
-            flat, scales, weight, weight_scale, dtype, unit=unit if by_unit else None
-        )
+        by_unit = unit if has_few_results(rows, columns) else None
+        out = multiply_by_library(flat, scales, weight, weight_scale, dtype, unit=by_unit)
         return out.view(shape)
     out = torch.empty(rows, columns, dtype=dtype, device=numbers.device)
     width = 0 if groups == 1 else depth // groups
@@ -210,15 +231,29 @@ def multiply_by_library(
     *,
     unit: Tensor | None,
 ) -> Tensor:
-    """:func:`multiply` of ``numbers [rows, k]`` with scales by row, by cuBLAS; with a ``unit`` it
-    adds products up as they are, in fp32, and a kernel multiplies the sums by both scales."""
-    scales, out_dtype = (scale, weight_scale.t()), dtype
+    """:func:`multiply` of ``numbers [rows, k]`` with scales by row, by cuBLAS; with a ``unit`` a
+    kernel multiplies the sums (:func:`sums_by_library`) by both scales."""
     if unit is not None:
-        scales, out_dtype = (unit, unit), torch.float32
-    out = torch._scaled_mm(
-        numbers, weight.t(), *scales, out_dtype=out_dtype, use_fast_accum=FAST_ACCUMULATION
+        return apply_scales(sums_by_library(numbers, scale, weight, weight_scale, unit), dtype)
+    return torch._scaled_mm(
+        numbers, weight.t(), scale, weight_scale.t(), out_dtype=dtype,
+        use_fast_accum=FAST_ACCUMULATION,
+    )  # fmt: skip
+
+
+def has_few_results(rows: int, columns: int) -> bool:
+    """Whether cuBLAS is quicker where it adds up without scales."""
+    return rows <= ONE_SCALE_ROWS and rows * columns <= ONE_SCALE_RESULTS
+
+
+def sums_by_library(
+    numbers: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, unit: Tensor
+) -> Sums:
+    """Products of ``numbers [rows, k]`` added up as they are, in fp32, by cuBLAS."""
+    sums = torch._scaled_mm(
+        numbers, weight.t(), unit, unit, out_dtype=torch.float32, use_fast_accum=FAST_ACCUMULATION
     )
-    return out if unit is None else apply_scales(out, scale, weight_scale, dtype)
+    return Sums(sums, scale, weight_scale)
 
 
 def _smaller(tile: Tile) -> Iterator[Tile]:

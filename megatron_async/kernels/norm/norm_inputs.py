@@ -20,14 +20,15 @@ from megatron_async.kernels.gemm.e4m3_inputs import (
     store_row,
     tile_of,
 )
+from megatron_async.kernels.gemm.scaled_e4m3 import Sums, scaled_sums
 from megatron_async.kernels.pdl import pdl_enter, uses_pdl
 
 
 @triton.jit
 def _norm_inputs_kernel(
     x_ptr, x_bias_ptr, residual_ptr, weight_ptr, bias_ptr, hidden_ptr, out_ptr, static_ptr,
-    numbers_ptr, scale_ptr, groups, width, eps,
-    GROUPS: tl.constexpr, WIDTH: tl.constexpr, HAS_X_BIAS: tl.constexpr,
+    numbers_ptr, scale_ptr, row_scale_ptr, column_scale_ptr, groups, width, eps,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, IS_SUMS: tl.constexpr, HAS_X_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, CENTER: tl.constexpr, HAS_BIAS: tl.constexpr,
     OFFSET: tl.constexpr, STATIC: tl.constexpr, NATIVE: tl.constexpr, HAS_OUT: tl.constexpr,
     PDL: tl.constexpr,
@@ -43,6 +44,10 @@ def _norm_inputs_kernel(
     pdl_enter(PDL)
     at = row * columns + column
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if IS_SUMS:
+        column_scale = tl.load(column_scale_ptr + column, mask=mask, other=0.0)
+        x = scaled_sums(x, tl.load(row_scale_ptr + row), column_scale)
+        x = x.to(hidden_ptr.dtype.element_ty).to(tl.float32)
     if HAS_X_BIAS:
         x += tl.load(x_bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
@@ -68,7 +73,7 @@ def _norm_inputs_kernel(
 
 
 def add_norm_inputs(
-    x: Tensor,
+    x: Tensor | Sums,
     residual: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
@@ -83,27 +88,34 @@ def add_norm_inputs(
     """``hidden = x + x_bias + residual``, its norm, and that as e4m3.
 
     Args:
-        x, residual, weight, bias, eps, x_bias, center, offset: as of ``add_norm``.
+        x, residual, weight, bias, eps, x_bias, center, offset: as of ``add_norm``. Sums are first
+            multiplied by their scales, and rounded to the dtype of the residual, which must be
+            there.
         groups, static: as of ``quantize_inputs``, whose ``takes`` says which rows.
 
     Returns:
-        ``hidden`` and the normed ``hidden``, both like ``x``, and numbers and scales of the second.
-        A row's bits depend on it alone.
+        ``hidden`` and the normed ``hidden``, both like ``x``, or like the residual, and numbers and
+        scales of the second. A row's bits depend on it alone.
     """
-    columns = x.shape[-1]
-    flat = x.contiguous()
-    hidden = flat if residual is None else flat.new_empty(flat.shape)
-    out = flat.new_empty(flat.shape)
-    numbers, scale = empty_inputs(flat, columns, groups)
+    is_sums = isinstance(x, Sums)
+    given, *scales_of_sums = x if isinstance(x, Sums) else (x, weight, weight)
+    flat, like = given.contiguous(), given
+    if is_sums:
+        assert residual is not None
+        like = residual
+    columns = like.shape[-1]
+    hidden = flat if residual is None else like.new_empty(like.shape)
+    out = like.new_empty(like.shape)
+    numbers, scale = empty_inputs(out, columns, groups)
     if out.numel():
         _norm_inputs_kernel[(out.numel() // columns,)](
             flat, flat if x_bias is None else x_bias,
             flat if residual is None else residual.contiguous(), weight,
             weight if bias is None else bias, hidden, out, scale if static is None else static,
-            numbers.view(torch.uint8), scale, groups, columns // groups, eps,
-            HAS_X_BIAS=x_bias is not None and residual is not None,
+            numbers.view(torch.uint8), scale, *scales_of_sums, groups, columns // groups, eps,
+            IS_SUMS=is_sums, HAS_X_BIAS=x_bias is not None and residual is not None,
             HAS_RESIDUAL=residual is not None, CENTER=center, HAS_BIAS=bias is not None,
-            OFFSET=offset, STATIC=static is not None, NATIVE=rounds_once(x.device), HAS_OUT=True,
+            OFFSET=offset, STATIC=static is not None, NATIVE=rounds_once(out.device), HAS_OUT=True,
             PDL=False, **tile_of(columns, groups)[1],
         )  # fmt: skip
     return hidden, out, (numbers, scale)
@@ -126,8 +138,10 @@ def norm_rows(
     if rows:
         _norm_inputs_kernel[(rows,)](
             x, x, x, weight, weight if bias is None else bias, x, x,
-            scale if static is None else static, numbers.view(torch.uint8), scale, 1, columns, eps,
-            HAS_X_BIAS=False, HAS_RESIDUAL=False, CENTER=center, HAS_BIAS=bias is not None,
+            scale if static is None else static, numbers.view(torch.uint8), scale, weight, weight,
+            1, columns, eps,
+            IS_SUMS=False, HAS_X_BIAS=False, HAS_RESIDUAL=False, CENTER=center,
+            HAS_BIAS=bias is not None,
             OFFSET=0.0, STATIC=static is not None, NATIVE=rounds_once(x.device), HAS_OUT=False,
             PDL=pdl, **tile_of(columns, 1)[1], launch_pdl=pdl,
         )  # fmt: skip

@@ -3,7 +3,8 @@ its linear layers: they have a bias or none, and sums over the ranks that serve.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,14 @@ from megatron.core.tensor_parallel.layers import (  # isort: skip
 )
 from megatron.core.transformer.mlp import MLP  # isort: skip
 from megatron.core.transformer.transformer_layer import TransformerLayer  # isort: skip
+
+if TYPE_CHECKING:
+    from megatron_async.kernels.gemm.scaled_e4m3 import Sums
+
+AddProduct = Callable[[Any, Tensor, Any, Tensor], Tensor]
+"""From a row-parallel layer, what it multiplies, the norm behind it and the residual stream to the
+residual stream with the product."""
+Inner = Callable[[Any, Tensor], Tensor | None]
 
 
 # megatron has one ``add_bias_linear`` for the attention's output and the MLP. It stays off in our
@@ -99,9 +108,12 @@ class DecoderLayer(TransformerLayer):  # type: ignore[misc]
             result: tuple[Tensor, Any] = super().forward(*args, **kwargs | mask)
             return result
         if context.batch_invariant and not mask and self._joins_products():
-            return self._with_products(hidden, context), None
-        if not (context.batch_invariant or mask) and self._joins_sums(hidden):
-            return self._with_sums(hidden, context), None
+            return self._in_parts(hidden, context, _add_product, _product_with_swiglu), None
+        if not (context.batch_invariant or mask):
+            if self._joins_sums(hidden):
+                return self._in_parts(hidden, context, _add_sum, _swiglu), None
+            if self._joins_scales():
+                return self._in_parts(hidden, context, _add_scaled, _quantized_swiglu), None
         attended, bias = self.self_attention(
             self.input_layernorm(hidden), inference_context=context
         )
@@ -128,35 +140,34 @@ class DecoderLayer(TransformerLayer):  # type: ignore[misc]
         attention, mlp = self.self_attention, self.mlp
         return type(attention) is PagedSelfAttention and not _watched(attention, mlp)
 
-    def _with_products(self, hidden: Tensor, context: Any) -> Tensor:
-        """The layer in batch-invariant mode, with the same bits."""
-        norm, next_norm = self.pre_mlp_layernorm, self.__dict__.get("next_norm")
-        attention, mlp = self.self_attention, self.mlp
-        attended = attention.attended(context, self.input_layernorm(hidden))
-        hidden = _add_product(attention.linear_proj, attended, norm, hidden)
-        normed = norm(hidden)
-        inner = _product_with_swiglu(mlp, normed)
-        if inner is not None:
-            return _add_product(mlp.linear_fc2, inner, next_norm, hidden)
-        return _add(mlp(normed), next_norm, hidden)
-
     def _joins_sums(self, hidden: Tensor) -> bool:
         """Whether sums over ranks go together with what is behind them, as products do."""
         ranks: parallel.ModelParallel | None = vars(self.self_attention.linear_proj).get("_ranks")
         joins = ranks is not None and ranks.norms_behind_sum(hidden) is not None
         return joins and self.may_join_products() and multiplies_with_swiglu(self.mlp)
 
-    def _with_sums(self, hidden: Tensor, context: Any) -> Tensor:
-        """The layer with the same bits, where ranks have partial sums of it."""
+    def _joins_scales(self) -> bool:
+        """Whether scales of products may be applied by what is behind them."""
+        quantizes: bool = getattr(self.self_attention.linear_proj, "quantizes_input", False)
+        return quantizes and self.may_join_products()
+
+    def _in_parts(self, hidden: Tensor, context: Any, add: AddProduct, inner_of: Inner) -> Tensor:
+        """The layer with the same bits, whose row-parallel products go together with what is behind
+        them.
+
+        Args:
+            add: adds such a product to the residual stream.
+            inner_of: what the MLP's second layer gets; None where that is the module's business.
+        """
         norm, next_norm = self.pre_mlp_layernorm, self.__dict__.get("next_norm")
         attention, mlp = self.self_attention, self.mlp
         attended = attention.attended(context, self.input_layernorm(hidden))
-        hidden = _add_sum(attention.linear_proj, attended, norm, hidden)
+        hidden = add(attention.linear_proj, attended, norm, hidden)
         normed = norm(hidden)
-        inner = _swiglu_of_many(mlp, normed)
+        inner = inner_of(mlp, normed)
         if inner is None:
-            inner = mlp.activation_func(mlp.linear_fc1(normed)[0])
-        return _add_sum(mlp.linear_fc2, inner, next_norm, hidden)
+            return _add(mlp(normed), next_norm, hidden)
+        return add(mlp.linear_fc2, inner, next_norm, hidden)
 
 
 def _watched(*modules: Any) -> bool:
@@ -192,6 +203,47 @@ def _add_sum(linear: Any, x: Tensor, norm: Any, hidden: Tensor) -> Tensor:
     if sums is None:
         return _add(linear(x), norm, hidden)
     return norm.add_over_ranks(F.linear(x, linear.weight), linear.bias, hidden, sums)
+
+
+def _add_scaled(linear: Any, x: Tensor, norm: Any, hidden: Tensor) -> Tensor:
+    """:func:`_add` of a row-parallel layer, whose scales the norm applies if it can."""
+    sums = _sums_of(linear, x) if isinstance(norm, Norm) and norm.feeds is not None else None
+    if sums is None:
+        return _add(linear(x), norm, hidden)
+    total: Tensor = norm.add_scaled(sums, linear.bias, hidden)
+    return total
+
+
+def _sums_of(linear: Any, x: Tensor) -> Sums | None:
+    """A product that its scales are yet to be applied to; None where a module must be called."""
+    from megatron_async.models.quantized.inputs import sums_by_kernels
+    from megatron_async.models.quantized.linear import is_one_linear
+
+    if not linear.quantizes_input or not is_one_linear(linear) or _watched(linear):
+        return None
+    adds_bias = linear.bias is not None and not linear.skip_bias_add
+    return None if adds_bias or vars(linear)["_ranks"] is not None else sums_by_kernels(linear, x)
+
+
+def _quantized_swiglu(mlp: Any, x: Tensor) -> Tensor | None:
+    """What an MLP's second layer gets from an activation that quantizes for it."""
+    if type(mlp) is not MLP or type(mlp.activation_func) is not SwiGLU:
+        return None
+    first, activation = mlp.linear_fc1, mlp.activation_func
+    if activation.feeds is not mlp.linear_fc2 or first.bias is not None:
+        return None
+    if _watched(mlp, first, activation):
+        return None
+    inner: Tensor = activation(first(x)[0])
+    return inner
+
+
+def _swiglu(mlp: Any, x: Tensor) -> Tensor | None:
+    """What an MLP's second layer gets, by one kernel if that is quicker."""
+    inner = _swiglu_of_many(mlp, x)
+    if inner is None:
+        inner = mlp.activation_func(mlp.linear_fc1(x)[0])
+    return inner
 
 
 def _product_with_swiglu(mlp: Any, x: Tensor) -> Tensor | None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from megatron_async.kernels.gemm.scaled_e4m3 import Sums
     from megatron_async.kernels.ranks.peer_rows import PeerRows
 
 _FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -61,6 +62,13 @@ class Norm(torch.nn.Module):
         hidden.normed_by = (self, normed)  # type: ignore[attr-defined]
         return hidden
 
+    def add_scaled(self, sums: Sums, x_bias: Tensor | None, residual: Tensor) -> Tensor:
+        """:meth:`add` of what ``sums`` are by their scales, with the same bits and in one kernel.
+        For norms that quantize for a linear layer."""
+        hidden, normed = self._kernel(sums, residual, x_bias)
+        hidden.normed_by = (self, normed)  # type: ignore[attr-defined]
+        return hidden
+
     def add_over_ranks(
         self, partial: Tensor, x_bias: Tensor | None, residual: Tensor, sums: PeerRows
     ) -> Tensor:
@@ -95,7 +103,7 @@ class Norm(torch.nn.Module):
 
     def _kernel(
         self,
-        x: Tensor,
+        x: Tensor | Sums,
         residual: Tensor | None,
         x_bias: Tensor | None,
         in_segments: bool = False,
@@ -106,6 +114,7 @@ class Norm(torch.nn.Module):
             return fused_inputs.add_norm(self, self.feeds, x, residual, x_bias)
         from megatron_async.kernels.norm.add_norm import add_norm
 
+        assert isinstance(x, Tensor), "only a norm that quantizes applies scales"
         return add_norm(
             x, residual, self.weight, self.bias, self.eps, x_bias,
             center=self.center, offset=self.offset, in_segments=in_segments,

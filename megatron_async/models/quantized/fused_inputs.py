@@ -7,10 +7,13 @@ activation's, which nothing but the layer reads, is the numbers themselves.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron_async.kernels.gemm.scaled_e4m3 import Sums
 
 
 class Quantized(NamedTuple):
@@ -24,16 +27,17 @@ class Quantized(NamedTuple):
 
 
 def add_norm(
-    norm: Any, linear: Any, x: Tensor, residual: Tensor | None, x_bias: Tensor | None
+    norm: Any, linear: Any, x: Tensor | Sums, residual: Tensor | None, x_bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """``hidden = x + x_bias + residual`` and the normed ``hidden``, quantized for ``linear``."""
+    """``hidden = x + x_bias + residual`` and the normed ``hidden``, quantized for ``linear``. Of
+    ``Sums`` ``x`` is what they are by their scales, in the dtype of the residual."""
     from megatron_async.kernels.norm.norm_inputs import add_norm_inputs
 
     hidden, normed, (numbers, scale) = add_norm_inputs(
         x, residual, norm.weight, norm.bias, norm.eps, x_bias, center=norm.center,
         offset=norm.offset, groups=linear.weight_scale.shape[1], static=linear.input_scale,
     )  # fmt: skip
-    normed.quantized = Quantized(linear, numbers, scale, x.dtype)  # type: ignore[attr-defined]
+    normed.quantized = Quantized(linear, numbers, scale, normed.dtype)  # type: ignore[attr-defined]
     return hidden, normed
 
 

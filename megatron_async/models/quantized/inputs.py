@@ -11,13 +11,16 @@ sums.
 from __future__ import annotations
 
 import importlib.util
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_async.models.quantized.values import E4M3, LARGEST, quantize
+
+if TYPE_CHECKING:
+    from megatron_async.kernels.gemm.scaled_e4m3 import Sums
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -90,22 +93,53 @@ def product_by_kernels(layer: Any, x: Tensor) -> Tensor:
     Raises:
         TypeError: ``x`` is in e4m3, and not quantized for this layer.
     """
-    from megatron_async.kernels.gemm import e4m3_inputs, scaled_e4m3
+    from megatron_async.kernels.gemm import scaled_e4m3
     from megatron_async.kernels.gemm.invariant import mode as batch_invariant
 
-    weight, weight_scale, columns = layer.weight, layer.weight_scale, x.shape[-1]
-    groups = weight_scale.shape[1]
-    made, dtype = getattr(x, "quantized", None), x.dtype
-    if made is not None and made.layer is layer:
-        inputs = Inputs(x if made.numbers is None else made.numbers, made.scale)
-        dtype = made.dtype
-    elif dtype == E4M3:
-        raise TypeError("numbers in e4m3 have come without their scale, or for another layer")
-    else:
-        by_kernel = e4m3_inputs.takes(columns, groups, dtype)
-        quantize = e4m3_inputs.quantize_inputs if by_kernel else quantize_inputs
-        inputs = Inputs(*quantize(x, groups, layer.input_scale))
-    if not scaled_e4m3.takes(columns, groups):
+    weight, weight_scale = layer.weight, layer.weight_scale
+    inputs, dtype = _inputs_by_kernels(layer, x)
+    if not scaled_e4m3.takes(x.shape[-1], weight_scale.shape[1]):
         return product(inputs, weight, weight_scale, dtype)
     by_row, unit = batch_invariant.is_on(), layer.unit_scale
     return scaled_e4m3.multiply(*inputs, weight, weight_scale, dtype, by_row=by_row, unit=unit)
+
+
+def sums_by_kernels(layer: Any, x: Tensor) -> Sums | None:
+    """:func:`product_by_kernels` without its scales, for who multiplies by them and rounds to the
+    dtype of the rows; None where the product is not made so."""
+    from megatron_async.kernels.gemm import scaled_e4m3
+    from megatron_async.kernels.gemm.invariant import mode as batch_invariant
+
+    weight, weight_scale, unit = layer.weight, layer.weight_scale, layer.unit_scale
+    groups, made = weight_scale.shape[1], getattr(x, "quantized", None)
+    dtype = x.dtype if made is None else made.dtype
+    rows = x.numel() // x.shape[-1]
+    if (
+        unit is None
+        or not rows
+        or batch_invariant.is_on()
+        or not scaled_e4m3.library_takes(weight, groups, dtype)
+        or not scaled_e4m3.has_few_results(rows, len(weight))
+    ):
+        return None
+    numbers, scale = _inputs_by_kernels(layer, x)[0]
+    flat = numbers.reshape(rows, -1).contiguous(), scale.reshape(rows, 1).contiguous()
+    return scaled_e4m3.sums_by_library(*flat, weight, weight_scale, unit)
+
+
+def _inputs_by_kernels(layer: Any, x: Tensor) -> tuple[Inputs, torch.dtype]:
+    """What a layer multiplies, quantized in front or now, and the dtype of the rows.
+
+    Raises:
+        TypeError: see :func:`product_by_kernels`.
+    """
+    from megatron_async.kernels.gemm import e4m3_inputs
+
+    made, groups = getattr(x, "quantized", None), layer.weight_scale.shape[1]
+    if made is not None and made.layer is layer:
+        return Inputs(x if made.numbers is None else made.numbers, made.scale), made.dtype
+    if x.dtype == E4M3:
+        raise TypeError("numbers in e4m3 have come without their scale, or for another layer")
+    by_kernel = e4m3_inputs.takes(x.shape[-1], groups, x.dtype)
+    quantize = e4m3_inputs.quantize_inputs if by_kernel else quantize_inputs
+    return Inputs(*quantize(x, groups, layer.input_scale)), x.dtype

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from torch import Tensor
 
 from megatron_async.models.build import build_random_model
 from megatron_async.models.gpt_network import GPTNetwork
+from megatron_async.models.layers import decoder_layer
 from megatron_async.models.quantized import inputs, linear
 from megatron_async.models.quantized.activations import quantize_activations
 from megatron_async.models.quantized.linear import quantize_in_place
+from megatron_async.runner.memory.forward_batch import ForwardBatch
 from tests.support.compiled_kernels import HOPPER, compiles, compiling_for, empty
 from tests.support.interpreter import HAS_TRITON, compiled, interpreted, on_devices
 from tests.support.sweeps import some
@@ -24,6 +27,7 @@ from tests.unit.models.test_batch_invariant import MODELS, Rig
 
 if HAS_TRITON:
     from megatron_async.kernels.gemm import e4m3_inputs
+    from megatron_async.kernels.gemm.scaled_e4m3 import Sums, apply_scales
     from megatron_async.kernels.norm.add_norm import add_norm, add_norm_reference
     from megatron_async.kernels.norm.norm_inputs import add_norm_inputs, norm_rows
     from megatron_async.kernels.norm.swiglu import swiglu
@@ -278,3 +282,108 @@ def test_kernels_compile_for_hopper(groups: int, monkeypatch: pytest.MonkeyPatch
         assert ("ld.global" in before) == reads_weight and "st.global" not in before
     for kernel in kernels:
         assert "cvt.rn.satfinite.e4m3x2.f32" in kernel.ptx and kernel.shared <= 8192
+
+
+@on_devices
+@pytest.mark.parametrize("has_bias", (False, True))
+def test_a_norm_applies_the_scales_of_sums(device: str, has_bias: bool) -> None:
+    """The very numbers of a kernel that applies them, and of the norm behind it."""
+    rows, columns = 6, 96
+    sums = draw(rows, columns, dtype=torch.float32, device=device) * 300
+    scale = draw(rows, 1, dtype=torch.float32, device=device).abs() * 0.01
+    weight_scale = draw(columns, 1, dtype=torch.float32, device=device).abs() * 0.02
+    sums[2, 3], scale[4] = float("nan"), float("inf")
+    product = Sums(sums, scale, weight_scale)
+    residual, weight = (draw(n, columns, dtype=torch.bfloat16, device=device) for n in (rows, 1))
+    residual = residual.view(rows, 1, columns)
+    x_bias = weight[0].flip(0) if has_bias else None
+    options = {"groups": 1, "offset": 1.0, "x_bias": x_bias}
+    applied = apply_scales(product, torch.bfloat16).view(residual.shape)
+    assert (applied[0].float() - sums[0] * scale[0] * weight_scale[:, 0]).abs().max() < 0.1
+    found = add_norm_inputs(product, residual, weight[0], None, 1e-5, **options)
+    meant = add_norm_inputs(applied, residual, weight[0], None, 1e-5, **options)
+    for one, other in zip((*found[:2], *found[2]), (*meant[:2], *meant[2]), strict=True):
+        assert one.shape == other.shape and one.dtype == other.dtype
+        assert torch.equal(one.float().nan_to_num(7.0), other.float().nan_to_num(7.0))
+
+
+def joins_of(layer: Any, hidden: Tensor, sums: Sums | None) -> tuple[list[str], Tensor]:
+    """What is called where a layer adds its output projection, and what comes out."""
+    called: list[str] = []
+    norm, proj = layer.pre_mlp_layernorm, layer.self_attention.linear_proj
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inputs, "sums_by_kernels", lambda *given: called.append("sums") or sums)
+        patch.setattr(type(norm), "add", lambda self, x, *more: called.append("add") or x)
+        patch.setattr(type(norm), "add_scaled", lambda self, x, *more: called.append("scaled") or x)
+        made = decoder_layer._add_scaled(proj, hidden, norm, hidden)
+    return called, made
+
+
+def test_scales_are_applied_by_a_norm_only_where_nobody_else_sees_the_product() -> None:
+    model = quantized_rig("llama", torch.float32, "cpu", 1).wrapper.model
+    layer = model.decoder.layers[0]
+    proj, norm = layer.self_attention.linear_proj, layer.pre_mlp_layernorm
+    x = torch.ones(3, 1, proj.weight.shape[1])
+    sums = Sums(x, x, x)
+    assert joins_of(layer, x, sums)[0] == ["add"], "the norm quantizes for nobody"
+    feeds.link(model)
+    called, made = joins_of(layer, x, sums)
+    assert called == ["sums", "scaled"] and made is sums
+    assert joins_of(layer, x, None)[0] == ["sums", "add"], "the product is not made so"
+    watched = proj.register_forward_hook(lambda *given: None)
+    assert joins_of(layer, x, sums)[0] == ["add"]
+    watched.remove()
+    proj.quantizes_input = False
+    assert joins_of(layer, x, sums)[0] == ["add"]
+    proj.quantizes_input = True
+    proj.skip_bias_add, proj.bias = False, torch.nn.Parameter(torch.zeros(len(proj.weight)))
+    assert joins_of(layer, x, sums)[0] == ["add"], "a bias is added to the rounded product"
+    proj.skip_bias_add = True
+    assert joins_of(layer, x, sums)[0] == ["sums", "scaled"]
+    assert layer._joins_scales()
+    norm.feeds = None
+
+
+def in_any_order(context: ForwardBatch) -> ForwardBatch:
+    context.batch_invariant = False
+    return context
+
+
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=compiled)],
+)
+def test_a_layer_whose_norms_apply_scales_is_the_same(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, beside kernels that apply them."""
+    from megatron_async.kernels.gemm import scaled_e4m3
+
+    rig = quantized_rig("llama", torch.bfloat16, device, 1, invariant=False)
+    monkeypatch.setattr(linear, "product_of", inputs.product_by_kernels)
+    monkeypatch.setattr(scaled_e4m3, "_has_scales_by_row", lambda device: True)
+    for layer in linear.quantizable(rig.wrapper.model).values():
+        layer.unit_scale = torch.ones((), device=device)
+    chunks, others = [24], 3
+    if device == "cpu":
+        feeds.link(rig.wrapper.model)
+        fuse(monkeypatch, True)
+        chunks, others = [5], 0
+    applied: list[int] = []
+    apply = scaled_e4m3.apply_scales
+
+    def counted(product: Sums, dtype: torch.dtype) -> Tensor:
+        applied.append(product.sums.shape[1])
+        return apply(product, dtype)
+
+    monkeypatch.setattr(scaled_e4m3, "apply_scales", counted)
+    monkeypatch.setattr(rig, "context", lambda slots: in_any_order(Rig.context(rig, slots)))
+    joined = rig.compute(chunks, others=others)
+    config = MODELS["llama"]
+    few = len(applied)
+    applied.clear()
+    monkeypatch.setattr(decoder_layer.DecoderLayer, "_joins_scales", lambda self: False)
+    apart = rig.compute(chunks, others=others)
+    assert set(applied) >= {config.hidden_size} and len(applied) > few > 0
+    for one, other in zip(joined, apart, strict=True):
+        assert torch.equal(one, other)

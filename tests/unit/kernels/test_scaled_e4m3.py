@@ -188,7 +188,7 @@ def test_the_library_is_given_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(scaled_e4m3, "_has_scales_by_row", lambda device: True)
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     monkeypatch.setattr(scaled_e4m3, "launch_fitting", lambda *given: called.append("Triton"))
-    monkeypatch.setattr(scaled_e4m3, "apply_scales", lambda sums, *given: sums.to(given[2]))
+    monkeypatch.setattr(scaled_e4m3, "apply_scales", lambda product, dtype: product.sums.to(dtype))
     monkeypatch.setattr(scaled_e4m3, "ONE_SCALE_ROWS", 7)
     for rows in (1, 7, 8):
         x, x_scale, w, w_scale = factors(rows, 48, 256, 1)
