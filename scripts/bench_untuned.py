@@ -7,8 +7,9 @@ and how far it is from the best of those that are tried.
 Models' GEMMs are timed one by one, with weights that come from memory. Each line of JSON is one
 measurement: the problem, the config (as numbers, in the order of ``TileConfig``), why it was tried
 and microseconds. ``old`` is the heuristic of ``tile_choice.py`` alone, ``new`` what engines take
-now, ``near`` a config measured for another shape that fits, ``rank`` and ``wide`` others. ``torch``
-is PyTorch's product without epilogue (cuBLAS). Kernels are compiled in processes beside the
+now, ``start`` the best of those that an engine's start times, ``near`` a config measured for
+another shape that fits, ``rank`` and ``wide`` others. ``torch`` is PyTorch's product without
+epilogue (cuBLAS). Kernels are compiled in processes beside the
 measurements, and problems take turns, so that the run may end at any time: after ``--seconds`` it
 prints the table, in which a layer is all GEMMs of the model weighted by their number, the output
 layer by one over the layers. ``--known`` reads the lines of an earlier run, and goes on from there.
@@ -57,6 +58,7 @@ from megatron_async.kernels.gemm.untuned.timing import (
     weight_bytes,
 )
 from megatron_async.kernels.shared_memory import block_limit
+from megatron_async.models.fused.autotune import CANDIDATES
 
 Sizes = tuple[int, int, int, int, int, int, int]
 MODELS: dict[str, Sizes] = {
@@ -67,7 +69,6 @@ MODELS: dict[str, Sizes] = {
     "phi4": (40, 5120, 17920, 40, 10, 128, 100352),
     "llama8b": (32, 4096, 14336, 32, 8, 128, 128256),
 }
-LAYOUTS = [(m, ranks) for ranks in (1, 2) for m in MODELS if (m, ranks) != ("llama8b", 1)]
 WORKERS = max(1, min(15, (os.cpu_count() or 2) - 1))
 SPARE_SECONDS = 8.0
 """For times of the best in turns, and the table."""
@@ -119,7 +120,7 @@ def nearest(problem: GemmProblem, count: int, limit: int) -> Iterator[TileConfig
 
 def old_config(problem: GemmProblem, sms: int, limit: int) -> TileConfig | None:
     """What the heuristic says of a shape that is not in the table."""
-    rows, n, k, norm, epilogue, _ = problem
+    rows, n, k, norm, epilogue, *_ = problem
     assert norm is not None and epilogue is not None
     if rows > ANY_SHAPE_ROWS:
         return None
@@ -231,6 +232,15 @@ class Bench:
         of = [(us, config) for (each, config), (us, _) in self.times.items() if each == problem]
         return min(of, default=None)
 
+    def best_at_start(
+        self, problem: GemmProblem, used: TileConfig | None, limit: int
+    ) -> float | None:
+        """The best of what an engine's start would time, if any was."""
+        sms = cuda.sm_count(self.device.index or 0)
+        ranked = short_ranking(problem, CANDIDATES, tma=True, sm_count=sms, limit=limit)
+        times = [self.us_of(problem, config) for config in (used, *ranked)]
+        return min((us for us in times if us is not None), default=None)
+
     def us_of(self, problem: GemmProblem, config: TileConfig | None) -> float | None:
         found = None if config is None else self.times.get((problem, config))
         return None if found is None else found[0]
@@ -328,12 +338,14 @@ def again(bench: Bench, problems: list[GemmProblem], end: float, sms: int, limit
 
 
 def table(bench: Bench, layers: list[Layer], rows: list[int], sms: int, limit: int) -> None:
-    """Sums over a layer: of the old choice, of the new one, and of the best that was tried."""
+    """Sums over a layer: of the old choice, of the new one, of a start's, and of the best that was
+    tried."""
     print(
-        "layer, rows: us old, new, best, torch; old and new above the best; GEMM: us old new best"
+        "layer, rows: us old, new, start, best, torch; old, new and start above the best; "
+        "GEMM: us old new start best torch"
     )
     for layer, each in itertools.product(layers, rows):
-        sums = dict.fromkeys(("old", "new", "best", "torch"), 0.0)
+        sums = dict.fromkeys(("old", "new", "start", "best", "torch"), 0.0)
         gaps = []
         for name, gemm in layer.gemms.items():
             problem = GemmProblem(each, *gemm)
@@ -341,6 +353,7 @@ def table(bench: Bench, layers: list[Layer], rows: list[int], sms: int, limit: i
             ranks = {
                 "old": bench.us_of(problem, old_config(problem, sms, limit)),
                 "new": bench.us_of(problem, new and new.config),
+                "start": bench.best_at_start(problem, new and new.config, limit),
                 "best": best and best[0],
                 "torch": bench.torch_us.get(problem),
             }
@@ -352,7 +365,7 @@ def table(bench: Bench, layers: list[Layer], rows: list[int], sms: int, limit: i
                 shown += f"; {why}, {tuple(map(int, best[1]))}"
             gaps.append(f"{name} {shown}")
         shown = ", ".join(f"{value:.1f}" for value in sums.values())
-        above = ", ".join(f"{sums[k] / sums['best'] - 1:+.1%}" for k in ("old", "new"))
+        above = ", ".join(f"{sums[k] / sums['best'] - 1:+.1%}" for k in ("old", "new", "start"))
         print(f"{layer.name}, {each}: {shown}; {above}")
         for line in gaps:
             print(f"    {line}")
@@ -363,6 +376,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--seconds", type=float, default=140, help="of everything (default: 140)")
     parser.add_argument("--models", default=",".join(MODELS), help="some of the five")
+    parser.add_argument("--ranks", default="1,2", help="that share a model (default: 1,2)")
     parser.add_argument("--rows", default="1,32,8,64", help="default: 1,32,8,64")
     parser.add_argument(
         "--count", type=int, default=9, help="ranked configs of a GEMM (default: 9)"
@@ -371,7 +385,9 @@ def main() -> int:
     args = parser.parse_args()
     end = time.monotonic() + args.seconds
     rows, models = [int(each) for each in args.rows.split(",")], args.models.split(",")
-    layers = [layer_of(model, ranks) for model, ranks in LAYOUTS if model in models]
+    ranks = [int(each) for each in args.ranks.split(",")]
+    layouts = [each for each in itertools.product(models, ranks) if each != ("llama8b", 1)]
+    layers = [layer_of(*layout) for layout in layouts]
     device = torch.device("cuda", torch.cuda.current_device())
     sms, limit = cuda.sm_count(device.index), block_limit(device)
     several = [
