@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -221,6 +222,18 @@ class GPTNetwork(Network):
             self._coverage.log()
         if max(rows) > MAX_ROWS:
             _log_many_rows(MAX_ROWS)
+
+    def shortened(self) -> GPTNetwork:
+        """See ``Network.shortened``."""
+        from megatron_async.models.layers import alike
+
+        kinds, layers = alike.kinds_of(self.model), self.model.decoder.layers
+        few = copy.copy(self)
+        few.model = alike.shortened(self.model, kinds)
+        if self._fused is not None:
+            numbers = (layer.layer_number for layer in layers)
+            few._fused = self._fused.shortened(dict(zip(numbers, kinds, strict=True)))
+        return few
 
     def _prepare_drafts(self, fused: FusedMtp, tokens: list[int], context: Any) -> None:
         window = 1 + context.num_speculative_tokens

@@ -106,6 +106,11 @@ class Network(Protocol):
         """Compile what decoding ``rows`` rows needs, ahead of their capture."""
         return
 
+    def shortened(self) -> Network:
+        """What launches the same kernels, in fewer layers: for a rehearsal. It shares weights, and
+        may be used until this one changes."""
+        return self
+
     def make_drafter(self, batch: Any, max_rows: int) -> Any:
         """What drafts, a :class:`~megatron_async.runner.drafter.Drafter`, if it
         ``drafts_itself``."""

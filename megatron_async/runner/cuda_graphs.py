@@ -178,17 +178,22 @@ class StepGraphs:
         with CompileAhead(self._device.torch_device) as ahead:
             ahead.compile(model.kernels_of(rows, batch))
             if rehearses:
-                self._rehearse(ahead, self._launch_around_the_model, filled)
+                self._rehearse(ahead, model, self._launch_around_the_model, filled)
             model.prepare(rows, batch)
             if rehearses:
-                self._rehearse(ahead, self._launch_decode_forwards, filled)
+                self._rehearse(ahead, model, self._launch_decode_forwards, filled)
 
     def _rehearse(
-        self, ahead: CompileAhead, launch: Callable[[], None], filled: torch.cuda.Event
+        self,
+        ahead: CompileAhead,
+        model: Network,
+        launch: Callable[[], None],
+        filled: torch.cuda.Event,
     ) -> None:
         """What fails here fails again when it is captured, and is said there."""
         try:
-            with self._device.inline(), ahead.rehearsal():
+            few = self._program.running(model.shortened())
+            with self._device.inline(), ahead.rehearsal(), few:
                 # New memory is filled on another stream, where weights may be drawn for seconds.
                 torch.cuda.current_stream().wait_event(filled)
                 launch()

@@ -6,8 +6,8 @@ Nothing here reads a device value on the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -152,6 +152,15 @@ class StepProgram:
     def rehearses_mixed(self) -> bool:
         """The same of steps with chunks: a drafter goes by what it reads in them."""
         return self.can_be_rehearsed and self._drafter is None
+
+    @contextmanager
+    def running(self, model: Network) -> Iterator[None]:
+        """Forwards are meanwhile those of ``model``, in the same cache."""
+        before, self._model = self._model, model
+        try:
+            yield
+        finally:
+            self._model = before
 
     def rehearse_sampling(self, rows: int, window: int, *, extended: bool) -> None:
         """Launch what is around the model in a decode step, without the drafter."""

@@ -10,7 +10,8 @@ weights updated in place are used at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -57,6 +58,7 @@ from megatron_async.models.fused.report import (
 )
 from megatron_async.models.fused.shared_experts import SharedExperts
 from megatron_async.models.fused.stages import ReceivedBlock, SentBlock, Stages
+from megatron_async.models.layers.alike import enough_of
 
 FusedBlock = (
     EmbeddingBlock | SharedEmbeddingBlock | ReceivedBlock
@@ -96,6 +98,11 @@ class Place:
         if self.fused is None or padded(rows) in self.refused:
             return iter(())
         return self.fused.work(rows, context, reader)
+
+    def kind(self, kinds: Mapping[int | None, Hashable]) -> Hashable:
+        """Equal for blocks that launch the same, of layers of the same one of ``kinds``."""
+        parts = tuple((block.kind, kinds.get(block.layer)) for block in self.blocks)
+        return parts, self.fused is None, tuple(self.refused.items())
 
     def refuse(self, rows: int, refused: Refused) -> None:
         """The GPU does not run a kernel of ``rows`` tokens."""
@@ -217,6 +224,19 @@ class FusedDecoder:
             return None
         fused = HeadBlock(model, self._gemms) if blocks[0].reason is None else None
         return Place(blocks, HeadModule(model), fused)
+
+    def shortened(self, kinds: Mapping[int | None, Hashable]) -> FusedDecoder:
+        """One of few blocks that launch what all of them do (``models/layers/alike.py``), as they
+        are now. It shares them.
+
+        Args:
+            kinds: of the layers by number, equal for those that are alike.
+        """
+        of_places = [place.kind(kinds) for place in self._places]
+        few = copy.copy(self)
+        few._places = [self._places[number] for number in enough_of(of_places)]
+        few._chosen = {}
+        return few
 
     @property
     def has_waiting_grids(self) -> bool:
