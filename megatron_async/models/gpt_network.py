@@ -232,7 +232,8 @@ class GPTNetwork(Network):
         few.model = alike.shortened(self.model, kinds)
         if self._fused is not None:
             numbers = (layer.layer_number for layer in layers)
-            few._fused = self._fused.shortened(dict(zip(numbers, kinds, strict=True)))
+            fused = self._fused.shortened(dict(zip(numbers, kinds, strict=True)))
+            vars(few)["_fused"] = fused
         return few
 
     def _prepare_drafts(self, fused: FusedMtp, tokens: list[int], context: Any) -> None:

@@ -234,8 +234,8 @@ class FusedDecoder:
         """
         of_places = [place.kind(kinds) for place in self._places]
         few = copy.copy(self)
-        few._places = [self._places[number] for number in enough_of(of_places)]
-        few._chosen = {}
+        places = [self._places[number] for number in enough_of(of_places)]
+        vars(few).update(_places=places, _chosen={})
         return few
 
     @property

@@ -42,7 +42,7 @@ def shortened(model: Any, kinds: Sequence[Hashable]) -> Any:
 def _with(module: Any, **children: Module) -> Any:
     """A module with other children of these names."""
     copied = copy.copy(module)
-    copied.__dict__["_modules"] = {**module._modules, **children}
+    vars(copied)["_modules"] = {**vars(module)["_modules"], **children}
     return copied
 
 
@@ -93,7 +93,7 @@ class _Kinds:
         own = vars(module)
         watched = id(module) if any(own[hooks] for hooks in _HOOKS) else None
         settings = {name: own[name] for name in own if name not in _BARE | _OF_ONE_LAYER}
-        parts = (settings, module._parameters, module._buffers, module._modules)
+        parts = (settings, own["_parameters"], own["_buffers"], own["_modules"])
         kind = (type(module), module.training, watched, *(self._of(part, inside) for part in parts))
         return self._numbers.setdefault(kind, len(self._numbers))
 
