@@ -111,11 +111,7 @@ class CompileAhead:
         """Whether a launch may need another variant of a Triton kernel than all before: to ask
         Triton, which hashes sources, takes longer than to launch."""
         self._asked[id(kernel)] = kernel
-        constants = (parameter.is_constexpr for parameter in kernel.params)
-        values = [
-            value if constant else variant_of(value)
-            for value, constant in zip(args, constants, strict=False)
-        ]
+        values = [_known_of(value, of) for value, of in zip(args, kernel.params, strict=False)]
         named = [
             (name, variant_of(value) if isinstance(value, Tensor) else value)
             for name, value in sorted(options.items())
@@ -264,6 +260,16 @@ def variant_of(value: Any) -> Any:
     if isinstance(value, int) and not isinstance(value, bool):
         return int, value == 1, value % 16 == 0, value.bit_length() > 31
     return type(value), value
+
+
+def _known_of(value: Any, parameter: Any) -> Any:
+    """What Triton may know of the argument that one of its kernels takes as this parameter."""
+    if parameter.is_constexpr:
+        return value
+    known = variant_of(value)
+    if parameter.do_not_specialize and known[0] is int:
+        return int, value.bit_length() > 31
+    return known
 
 
 def _rehearsed(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,6 +28,8 @@ from megatron_async.step.records import RUNNING as RUNNING_
 
 MAX_ROWS_AT_ONCE = 256
 MAX_WORDS_AT_ONCE = 4096
+FEW_ROWS = (1, 8, 32, 128)
+"""Up to the last of them there are no other kernels than for so many rows."""
 NUM_WARPS = 4
 
 NULL_BLOCK = tl.constexpr(NULL_BLOCK_)
@@ -81,7 +83,9 @@ class SequencedRing(Ring, Protocol):
     sequence: torch.Tensor
 
 
-@triton.jit
+# A kernel of one program is none the slower for a row that is not there, and there is one for many
+# numbers of rows.
+@triton.jit(do_not_specialize=["rows"])
 def _finish_and_publish_kernel(
     packed, records, last_token, kv_length, finished, max_total, stop_ids,
     ring, sequence, counter, states, ends, addresses, entries, stride, rows, splits, words,
@@ -158,7 +162,7 @@ def take_packet(
     tl.debug_barrier()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _read_packet_and_begin_kernel(
     ring, counter, records, last_token, kv_length, finished, block_table,
     token_ids, position_ids, slots, slot_mapping, lengths,
@@ -208,7 +212,7 @@ def finish(
         *(guides or (None, None, None)), *results.ring.shape, rows, splits,
         0 if guides is None else guides.stops.shape[1], GUIDES=guides is not None,
         STOPS=state.stop_ids.shape[1], SPLITS=triton.next_power_of_2(splits),
-        BLOCK=_rows_at_once(rows), ON_DEVICE=packed.is_cuda, PDL=pdl,
+        BLOCK=min(MAX_ROWS_AT_ONCE, rows_of_kernel(rows)), ON_DEVICE=packed.is_cuda, PDL=pdl,
         num_warps=NUM_WARPS, launch_pdl=pdl,
     )  # fmt: skip
 
@@ -228,19 +232,21 @@ def begin(
     Lengths may advance ahead of the forward: in a decode step it reads ``batch`` alone.
     """
     rows, width = records.shape
+    of_kernel = rows_of_kernel(rows)
     _read_packet_and_begin_kernel[(1,)](
         packets.ring, packets.counter, records, state.last_token, state.kv_length,
         state.finished.view(torch.uint8), state.block_table, *batch,
         *packets.ring.shape, rows, state.block_table.shape[1],
-        BLOCK_SIZE=block_size, WORDS=words_at_once(rows * width),
-        BLOCK=_rows_at_once(rows), PDL=pdl,
+        BLOCK_SIZE=block_size, WORDS=words_at_once(of_kernel * width),
+        BLOCK=min(MAX_ROWS_AT_ONCE, of_kernel), PDL=pdl,
         num_warps=NUM_WARPS, launch_pdl=pdl,
     )  # fmt: skip
 
 
-def _rows_at_once(rows: int) -> int:
-    rows_at_once: int = min(MAX_ROWS_AT_ONCE, triton.next_power_of_2(rows))
-    return rows_at_once
+def rows_of_kernel(rows: int) -> int:
+    """For how many rows a kernel is compiled that takes ``rows``: a power of two."""
+    few = (each for each in FEW_ROWS if each >= rows)
+    return next(few, int(triton.next_power_of_2(rows)))
 
 
 def words_at_once(words: int) -> int:

@@ -32,6 +32,7 @@ from megatron_async.kernels.sampling.step_state import (
     Ring,
     SequencedRing,
     SlotState,
+    rows_of_kernel,
     take_packet,
     words_at_once,
 )
@@ -55,7 +56,7 @@ class SampledWindows(NamedTuple):
         return cls(*(torch.zeros(s, dtype=torch.int64, device=device) for s in shapes))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _finish_and_publish_windows_kernel(
     packed, records, last_token, kv_length, finished, max_total, stop_ids, drafts, draft_width,
     seeds, target, tokens, last, first_position,
@@ -121,7 +122,7 @@ def _finish_and_publish_windows_kernel(
     release(sequence, counter, number, ON_DEVICE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _read_packet_and_begin_windows_kernel(
     ring, counter, records, last_token, kv_length, finished, max_total, drafts, draft_width,
     block_table,
@@ -220,7 +221,7 @@ def begin_windows(
         state.finished.view(torch.uint8), state.max_total, state.drafts, state.drafts.shape[1],
         state.block_table, *batch,
         *packets.ring.shape, rows, state.block_table.shape[1], null_slot,
-        BLOCK_SIZE=block_size, WORDS=words_at_once(rows * width), WINDOW=window,
+        BLOCK_SIZE=block_size, WORDS=words_at_once(rows_of_kernel(rows) * width), WINDOW=window,
         PLACES=triton.next_power_of_2(window), BLOCK=_rows_at_once(rows, window), PDL=pdl,
         num_warps=NUM_WARPS, launch_pdl=pdl,
     )  # fmt: skip
@@ -228,4 +229,4 @@ def begin_windows(
 
 def _rows_at_once(rows: int, window: int) -> int:
     places: int = triton.next_power_of_2(window)
-    return max(1, min(MAX_TOKENS_AT_ONCE // places, int(triton.next_power_of_2(rows))))
+    return max(1, min(MAX_TOKENS_AT_ONCE // places, rows_of_kernel(rows)))

@@ -16,12 +16,12 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
-_BARE = frozenset(vars(Module()))
-"""Attributes of all modules."""
 _OF_ONE_LAYER = frozenset(
     ("layer_number", "layer_index", "cache_layer", "state_layer", "submodules_config")
 )
 """Attributes that say which layer it is, and what its modules were built from."""
+_LEFT_OUT = _OF_ONE_LAYER | vars(Module()).keys()
+_PLAIN = frozenset((bool, int, float, str, type(None)))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -92,12 +92,14 @@ class _Kinds:
         inside = *inside, id(module)
         own = vars(module)
         watched = id(module) if any(own[hooks] for hooks in _HOOKS) else None
-        settings = {name: own[name] for name in own if name not in _BARE | _OF_ONE_LAYER}
+        settings = {name: own[name] for name in own if name not in _LEFT_OUT}
         parts = (settings, own["_parameters"], own["_buffers"], own["_modules"])
         kind = (type(module), module.training, watched, *(self._of(part, inside) for part in parts))
         return self._numbers.setdefault(kind, len(self._numbers))
 
     def _of(self, value: Any, inside: tuple[int, ...]) -> Hashable:
+        if type(value) in _PLAIN:
+            return type(value), value
         if isinstance(value, Tensor):
             return _of_tensor(value)
         if isinstance(value, Module):

@@ -18,6 +18,7 @@ from megatron_async.errors import ConfigError
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels import compile_ahead as ahead_
 from megatron_async.kernels.compile_ahead import CompileAhead, compilers_ahead, rehearsing
+from megatron_async.step import packet
 from tests.support.compiled_kernels import HOPPER, compiles, compiling_for
 from tests.support.patience import PATIENCE_SECONDS
 
@@ -133,6 +134,31 @@ def test_each_variant_of_a_kernel_is_compiled_once(compilations: list[tuple[str,
         for variant in variants:
             launch(*variant)
     assert len(compilations) == len(variants)
+
+
+@compiles
+def test_what_a_kernel_is_not_specialized_for_makes_no_variant(
+    compilations: list[tuple[str, str]],
+) -> None:
+    from megatron_async.kernels.sampling import step_state
+
+    kernel = step_state._read_packet_and_begin_kernel
+    kernel.device_caches.clear()
+    state = SimpleNamespace(
+        last_token=torch.zeros(9, dtype=torch.int64), kv_length=torch.zeros(9, dtype=torch.int64),
+        finished=torch.zeros(9, dtype=torch.bool),
+        block_table=torch.zeros(9, 4, dtype=torch.int64),
+    )  # fmt: skip
+    ring, counter, _, _ = _rings()
+    packets = SimpleNamespace(ring=ring, counter=counter)
+    records = torch.zeros(128, packet.ROW_WIDTH, dtype=torch.int32)
+    batch = step_state.DecodeBatch(*torch.zeros(5, 128, dtype=torch.int64))
+    with CompileAhead(GPU, lambda *_: None) as ahead, ahead.rehearsal():
+        for rows in (1, 2, 3, 8, 9, 16, 24, 32, 33, 64, 128):
+            step_state.begin(records[:rows], state, 16, packets, batch)  # type: ignore[arg-type]
+        assert len(ahead._launched) == 4
+    assert [name for name, _ in compilations] == [kernel.__name__] * 4
+    kernel.device_caches.clear()
 
 
 @compiles

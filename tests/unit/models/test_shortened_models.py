@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -214,6 +215,20 @@ def test_layers_of_one_kind_do_not_launch_what_those_of_others_do(
     monkeypatch.setattr(alike, "enough_of", lambda kinds: [0])
     assert rig.rehearsed() < wanted
     rig.engine.close()
+
+
+@needs_rehearsals
+def test_one_kernel_around_the_model_is_for_many_numbers_of_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(CASES["with MTP"], monkeypatch)
+    assert rig.engine.runner.row_buckets == [1, 2, 4, 8, 16, 24]
+    found = Counter(name for name, *_ in rig.rehearsed())
+    rig.engine.close()
+    one_token, windows = found["_read_packet_and_begin_kernel"], 2
+    assert one_token == found["_read_packet_and_begin_windows_kernel"] == 3
+    assert found["_finish_and_publish_windows_kernel"] == windows * 3
+    assert found["_merge_kernel"] == windows
 
 
 def test_a_shortened_model_leaves_the_whole_one_as_it_is() -> None:
