@@ -29,7 +29,7 @@ from megatron_async.step.records import RUNNING as RUNNING_
 MAX_ROWS_AT_ONCE = 256
 MAX_WORDS_AT_ONCE = 4096
 FEW_ROWS = (1, 8, 32, 128)
-"""Up to the last of them there are no other kernels than for so many rows."""
+"""Kernels are compiled for these numbers of rows, and behind the last one for powers of two."""
 NUM_WARPS = 4
 
 NULL_BLOCK = tl.constexpr(NULL_BLOCK_)
@@ -83,8 +83,7 @@ class SequencedRing(Ring, Protocol):
     sequence: torch.Tensor
 
 
-# A kernel of one program is none the slower for a row that is not there, and there is one for many
-# numbers of rows.
+# A program is hardly slower for rows that are not there, and each variant takes the start a second.
 @triton.jit(do_not_specialize=["rows"])
 def _finish_and_publish_kernel(
     packed, records, last_token, kv_length, finished, max_total, stop_ids,
@@ -244,7 +243,7 @@ def begin(
 
 
 def rows_of_kernel(rows: int) -> int:
-    """For how many rows a kernel is compiled that takes ``rows``: a power of two."""
+    """For how many rows the kernel is compiled that takes ``rows``: a power of two."""
     few = (each for each in FEW_ROWS if each >= rows)
     return next(few, int(triton.next_power_of_2(rows)))
 
