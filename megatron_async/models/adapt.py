@@ -338,6 +338,12 @@ class _InTraining:
     def __bool__(self) -> bool:
         return bool(self._layer.training) and torch.is_grad_enabled()
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _InTraining)
+
+    def __hash__(self) -> int:
+        return hash(_InTraining)
+
 
 def _save_memory_in_training(layer: Any) -> None:
     """Parts that are recomputed in the backward pass read random states in each forward, which no

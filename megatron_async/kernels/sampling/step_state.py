@@ -83,7 +83,7 @@ class SequencedRing(Ring, Protocol):
     sequence: torch.Tensor
 
 
-# A program is hardly slower for rows that are not there, and each variant takes the start a second.
+# A program is hardly slower for rows that are not there, and each variant takes time at the start.
 @triton.jit(do_not_specialize=["rows"])
 def _finish_and_publish_kernel(
     packed, records, last_token, kv_length, finished, max_total, stop_ids,

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn import Module, ModuleList
 
 _OF_ONE_LAYER = frozenset(
-    ("layer_number", "layer_index", "cache_layer", "state_layer", "submodules_config")
+    ("layer_number", "layer_index", "cache_layer", "state_layer", "submodules_config", "cp")
 )
-"""Attributes that say which layer it is, and what its modules were built from."""
+"""Attributes that say which layer it is, what its modules were built from, and how megatron's mixer
+is divided in training."""
 _LEFT_OUT = _OF_ONE_LAYER | vars(Module()).keys()
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
