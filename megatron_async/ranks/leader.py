@@ -91,11 +91,13 @@ class LeadingRunner(ModelRunner):
         super().restart()
 
     def choose_scales(self, *, stored: bool) -> None:
+        self.launching = True
         self._group.tell(messages.ChooseScales(self._engine, stored))
         try:
             super().choose_scales(stored=stored)
         except RuntimeError as error:
             raise self._group.explain(error) from error
+        self.launching = False
 
     def release(self) -> None:
         self._group.forget(self._engine)

@@ -69,7 +69,8 @@ class ModelRunner:
         wait_ns: time that the host was blocked on the device.
         pending: the ticket whose S has not been launched: the next launch brings it, or its
             :meth:`take`. Stages before the last, which take what S has sampled, may be behind.
-        launching: the S of the pending ticket is being launched by itself, behind Python functions.
+        launching: the S of the pending ticket is being launched by itself, behind Python functions;
+            or ranks choose scales together.
         last_graph_rows: row bucket of the last launch; None if it was no decode step.
         audit: checks what the graphs hold; None where nobody asked for it.
     """

@@ -218,10 +218,17 @@ class DecodeLoop:
 
     def _choose_scales(self) -> None:
         """Choose the scales of an FP8 cache, once for all updates since the last launch. Nothing
-        has been launched since, so nothing is in flight or in the cache."""
-        if self._new_scales is not None and self._scheduler.can_go_on:
+        has been launched since, so nothing is in flight or in the cache. What interrupts it has
+        changed nothing: they are chosen again. Ranks that have begun it together cannot."""
+        if self._new_scales is None or not self._scheduler.can_go_on:
+            return
+        try:
             self._runner.choose_scales(stored=self._new_scales)
             self._new_scales = None
+        except BaseException as error:
+            if not self._runner.launching and not self._is_of_device(error):
+                self._on_interrupt(error)
+            raise
 
     def _guide(self, pending: Ticket) -> None:
         """Prepare what S of the pending ticket needs of the grammars and functions that guide its

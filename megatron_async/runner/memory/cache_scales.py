@@ -44,7 +44,9 @@ def choose_scales(network: Any, batch: ForwardBatch, *, stored: bool = True) -> 
     count = min(TOKENS, network.max_sequence_length)
     ids = torch.arange(1, count + 1, device=network.device) * SPREAD // 64 % network.vocab_size
     own = batch_of_prompts(network, spec, [count], batch_invariant=batch.batch_invariant)
-    forward_prompts(network, own, ids, [count])
-    largest = own.kv_cache[:, :, 1:].abs().amax((2, 3, 5))
-    scales[: len(largest)] = scales_of(largest)
-    own.release()
+    try:
+        forward_prompts(network, own, ids, [count])
+        largest = own.kv_cache[:, :, 1:].abs().amax((2, 3, 5))
+        scales[: len(largest)] = scales_of(largest)
+    finally:
+        own.release()
