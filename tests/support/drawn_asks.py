@@ -21,7 +21,7 @@ LONGEST_PROMPT, MOST_NEW = 24, 16
 HEADS = ((0,) * 20, (0, 1, 2, 3) * 5, (1, 0) * 4 + (3,) * 12)
 from_a_head = st.builds(
     lambda head, length, tail: (*head[:length], *tail),
-    st.sampled_from(HEADS),
+    st.sampled_from((HEADS[0], *HEADS, HEADS[0])),
     st.sampled_from((4, 12, 20, 20)),
     st.lists(st.integers(0, 3), min_size=1, max_size=LONGEST_PROMPT - 20).map(tuple),
 )
@@ -36,10 +36,13 @@ STOPS = tuple(
 )
 # One of three requests has extras; a few of the sets, as above.
 EXTRAS = tuple(extras_of(random.Random(number), MOST_NEW) for number in range(24))
-PROCESSED: tuple[dict[str, Any], ...] = ({"bans_the_next": True, "max_new": 1},)
+PROCESSED: dict[str, Any] = {"bans_the_next": True, "max_new": 1}
+FEW = 4
+"""Tokens in the prompt of a request with a processor: each step with a chunk of it is a barrier."""
 SELDOM = 32
-"""Of this number of requests one is guided or has a processor, in turns, at a fixed place, so that
-few examples lack either. More would keep chains short, and a processor's step is a barrier."""
+"""Of this number of requests one is guided, and one is guided or has a processor, in turns, at
+fixed places, so that few examples lack either. More would keep chains short, and a processor's step
+is a barrier."""
 
 
 def with_extras(ask: Ask, extras: dict[str, Any]) -> Ask:
@@ -56,9 +59,9 @@ plain_asks = st.builds(
     top_k=st.sampled_from((0, 5)),
     seed=st.integers(0, 5),
 )
-asks, processed_asks = (
-    st.builds(with_extras, plain_asks, st.sampled_from(extras))
-    for extras in ((*EXTRAS * 2, *({},) * 104), PROCESSED)
+asks = st.builds(with_extras, plain_asks, st.sampled_from((*EXTRAS * 2, *({},) * 104)))
+processed_asks = plain_asks.map(
+    lambda ask: with_extras(ask, PROCESSED | {"prompt": ask.prompt[:FEW]})
 )
 guided_asks = st.builds(marked, plain_asks, st.integers(0, len(GUIDED) - 1))
 long_guided_asks = guided_asks.map(lambda ask: dataclasses.replace(ask, max_new=MOST_NEW))
@@ -70,9 +73,17 @@ def asks_at(number: int, *, drafts: bool = False) -> st.SearchStrategy[Ask]:
     turn, place = divmod(number, SELDOM)
     if drafts and place in (SELDOM // 16, SELDOM // 2):
         return long_guided_asks
-    if place != SELDOM // 4:
-        return asks
-    return processed_asks if turn % 2 else guided_asks
+    if place == SELDOM // 4:
+        return processed_asks if turn % 2 else guided_asks
+    return guided_asks if place == 3 * SELDOM // 4 else asks
+
+
+def with_prompt_of(first: Ask, ask: Ask) -> Ask:
+    """``ask`` with the prompt of another one, unless one of them is guided, as its prompt says, or
+    has a processor."""
+    if first.regex is not None or ask.regex is not None or ask.bans_the_next:
+        return ask
+    return dataclasses.replace(ask, prompt=first.prompt)
 
 
 LOG_PROBS = (
