@@ -164,7 +164,7 @@ def reader_of(problem: GemmProblem) -> int:
 
 def compile_case(case: Case, sms: int, limit: int, architecture: str) -> str | None:
     """Compile a kernel into the cache, in a process of its own; why it does not, if so."""
-    rows, n, k, norm, epilogue, _ = case.problem
+    rows, n, k, norm, epilogue, *_ = case.problem
     assert norm is not None and epilogue is not None
     statistics = norm_statistics(case.problem, reader_of(case.problem))
     macros = defines(n, k, rows, norm, epilogue, statistics, case.config, sms, limit)

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_async.kernels.gemm.tile_config import (
     ADD,
+    ANY_SHAPE_ROWS,
     LAYER_NORM,
     NO_NORM,
     RMS_NORM,
@@ -143,3 +144,20 @@ def test_the_short_ranking_has_both_kernels_and_few_alike(problem: GemmProblem) 
     assert {config.tma for config in found} == kinds
     alike = [(config.weight_rows, config.split_k, config.tma) for config in found]
     assert max(map(alike.count, alike)) <= 2
+
+
+@pytest.mark.parametrize("rows", (1, 32, 64))
+def test_the_script_that_compares_choices_knows_all_of_a_layer(rows: int) -> None:
+    """``scripts/bench_untuned.py`` up to what needs a GPU."""
+    from scripts import bench_untuned as script
+
+    layer = script.layer_of("nemo", 2)
+    for gemm in layer.gemms.values():
+        problem = GemmProblem(rows, *gemm)
+        old = script.old_config(problem, 132, SHARED_BYTES)
+        assert (old is None) is (rows > ANY_SHAPE_ROWS)
+        cases = script.cases_of(problem, 4, 132, SHARED_BYTES)
+        assert len({case.config for case in cases}) == len(cases) > 0
+        assert all(case.config.can_serve(problem) for case in cases)
+        why = script.compile_case(cases[0], 132, SHARED_BYTES, "sm_nowhere")
+        assert why is not None and ":" in why, "there is no such GPU"
