@@ -105,8 +105,8 @@ def product_by_kernels(layer: Any, x: Tensor) -> Tensor:
 
 
 def sums_by_kernels(layer: Any, x: Tensor) -> Sums | None:
-    """:func:`product_by_kernels` without its scales, for who multiplies by them and rounds to the
-    dtype of the rows; None where the product is not made so."""
+    """:func:`product_by_kernels` before its scales: the caller multiplies by them and rounds to
+    the dtype of the rows. None where the product is not made so."""
     from megatron_async.kernels.gemm import scaled_e4m3
     from megatron_async.kernels.gemm.invariant import mode as batch_invariant
 
