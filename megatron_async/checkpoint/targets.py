@@ -102,6 +102,11 @@ class Target:
         """That the values must be finite in."""
         return self.view.dtype
 
+    @property
+    def takes_all(self) -> bool:
+        """The view has all elements of the stored tensor, in its order."""
+        return self.select is _whole
+
     def may_be_filled_in_place(self) -> bool:
         """Whether :meth:`copy_from` cannot fail, nor make something else of finite values, in a
         model that serves."""
@@ -119,7 +124,7 @@ class Target:
     def holds_as_stored(self, stored: torch.Tensor) -> bool:
         """Whether the view is the memory of a CPU that has the bytes of ``stored``, in order."""
         view = self.view
-        is_plain = type(self) is Target and self.select is _whole
+        is_plain = type(self) is Target and self.takes_all
         is_same = view.dtype == stored.dtype and view.numel() == stored.numel()
         return is_plain and is_same and view.device.type == "cpu" and view.is_contiguous()
 

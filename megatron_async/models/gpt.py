@@ -57,6 +57,7 @@ class Inference:
         model_config: what the model was built from; None if its user built it with megatron-core.
         stored_cache_scales: of keys and values, that the directory has for an FP8 KV cache, fp32
             ``[layers, 2]`` of its own layers; None without.
+        stored_block: rows and columns that share a scale of e4m3 in that directory; None without.
         huggingface_names: of the directory that its weights were loaded from, if that was one of
             Hugging Face's.
         token_count: ids that may be sampled, where the rest of the vocabulary is padding; None for
@@ -78,6 +79,7 @@ class Inference:
     token_count: int | None = None
     huggingface_names: Names | None = None
     stored_cache_scales: Tensor | None = None
+    stored_block: tuple[int, int] | None = None
     rotary: RotaryTable | None
     sliding_rotary: RotaryTable | None
 

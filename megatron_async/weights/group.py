@@ -145,8 +145,10 @@ class WeightGroup:
         on the group's device; raises CheckpointError when they are not there any more."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
+        is_byte = tensor.is_floating_point() and tensor.itemsize == 1  # gloo has no e4m3
+        sent = tensor.view(torch.uint8) if is_byte else tensor
         with self._together() as group:
-            group.broadcast([tensor], options).wait()
+            group.broadcast([sent], options).wait()
         return tensor
 
     def gather(self, tensor: Tensor) -> list[Tensor]:

@@ -19,6 +19,7 @@ from megatron_async.checkpoint.reading.regular_files import Watched
 from megatron_async.checkpoint.targets import EMBEDDING, OUTPUT, Target, check_has_values
 from megatron_async.errors import CheckpointError, IntegrityError
 from megatron_async.models.description.kv_cache_spec import plain_parameter
+from megatron_async.weights.scaled import ScalesTarget, check_scales, scales_first
 from megatron_async.weights.shared_memory import OpenedWeights
 from megatron_async.weights.source import (
     AnySource,
@@ -27,7 +28,7 @@ from megatron_async.weights.source import (
     WeightsFile,
     source_of,
 )
-from megatron_async.weights.targets import Names, Shares, are_the_same
+from megatron_async.weights.targets import Names, Shares, are_the_same, check_tied
 from megatron_async.weights.tensor_info import TensorInfo, infos_of
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ def read_weights(
         source: a model directory; a ``.safetensors`` file with megatron-core's parameter names; a
             state dict with these; or another :class:`WeightSource`. Experts may be stacked, as the
             model has them, or each by itself. For a model that was loaded from a directory of
-            Hugging Face's the names may be those of its tensors.
+            Hugging Face's the names may be those of its tensors. Weights of e4m3 have their scales
+            beside them, see ``scaled.py``.
         allow_non_finite_weights: take tensors with NaN or infinite elements as they are.
         all_parameters: some may not be missing.
 
@@ -142,17 +144,19 @@ class Placement:
         # Only in inference mode may inference tensors be written to; others may be as well.
         with torch.inference_mode():
             read = self._read(shares)
-            for number, (name, (tensor, share)) in enumerate(shares.items()):
+            has_begun = bool(read)
+            for name, (tensor, share) in shares.items():
                 if name in read:
                     continue
                 try:
                     share.copy_from(tensor)
                 except RuntimeError as error:
-                    if number or read:
+                    if has_begun:
                         raise
                     raise CheckpointError(
                         f"the new {name} cannot be copied, and nothing was: {one_line(error)}"
                     ) from error
+                has_begun = has_begun or not isinstance(share, ScalesTarget)
 
     def copied(self) -> Iterator[tuple[str, Tensor, Target]]:
         """Tensors by name, of which this rank has a share, and where that goes."""
@@ -213,13 +217,14 @@ def place(
     """
     tensors = _with_values(given)
     names = Names.of(model, tensors, whole=whole)
-    tensors = names.without_doubles(tensors)
+    tensors = scales_first(names.without_doubles(tensors))
     infos = [
         TensorInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
     ]
     shares = names.shares(infos, all_parameters=all_parameters)
     if whole:
         infos_of(tensors)  # dtypes that can be sent
+    check_scales(tensors, model.config.params_dtype)
     dtype = plain_parameter(model).dtype
     if not allow_non_finite_weights:
         each = (
@@ -228,6 +233,7 @@ def place(
         )
         check_finite("the new weights", each)
     if model.share_embeddings_and_output_weights and {OUTPUT, EMBEDDING} <= tensors.keys():
+        check_tied(OUTPUT, tensors[OUTPUT].dtype)
         if not are_the_same(tensors[OUTPUT], tensors[EMBEDDING], dtype):
             raise CheckpointError(
                 f"the new {OUTPUT} differs from the new {EMBEDDING}, to which the model ties it"

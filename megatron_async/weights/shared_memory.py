@@ -236,7 +236,7 @@ class OpenedWeights(dict[str, Tensor]):
                     pass
 
             read({name: share.view.detach() for name, share in direct.items()})
-            for name in shares.keys() - direct.keys():
+            for name in [name for name in shares if name not in direct]:  # scales come first
                 staged = torch.empty_like(self[name])
                 read({name: staged})
                 shares[name].copy_from(staged)

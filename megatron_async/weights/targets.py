@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.checkpoint.quantized import PACKED_END, kept_targets
-from megatron_async.checkpoint.quantized.fp8 import SUFFIXES
+from megatron_async.checkpoint.quantized.fp8 import NEUTRAL, SUFFIXES, Fp8Target
 from megatron_async.checkpoint.targets import (
     EMBEDDING,
     FLOATS,
@@ -25,7 +25,8 @@ from megatron_async.checkpoint.targets import (
 )
 from megatron_async.errors import CheckpointError
 from megatron_async.models.description.kv_cache_spec import plain_parameter
-from megatron_async.models.quantized.values import meant_shape
+from megatron_async.models.quantized.values import E4M3, meant_shape
+from megatron_async.weights.scaled import ScalesTarget, scaled_targets, scales_among
 from megatron_async.weights.tensor_info import TensorInfo
 
 if TYPE_CHECKING:
@@ -41,8 +42,8 @@ Shares = list[Target | None]
 
 SCALES = ".weight_scale"
 """Behind the name of a layer that keeps e4m3 or MXFP4; they follow from its new weight."""
-_OF_SCALED = (*SUFFIXES, "_scales", PACKED_END)
-"""How names of numbers with scales, and of these, end in a directory."""
+_OF_PACKED = ("_scales", PACKED_END)
+"""How names of packed numbers, and of their scales, end in a directory."""
 _NUMBERED = re.compile(r"(?<=\.experts\.local_experts\.)\d+|(?<=weight|.{2}bias)\d+$")
 """An expert's number, in the names of both of megatron-core's classes."""
 
@@ -104,8 +105,9 @@ class Names:
     def of(cls, model: GPTModel, names: Collection[str], *, whole: bool) -> Names:
         """Find out whose ``names`` are; ``whole``: they are the whole model's, of which ``model``
         is a rank's share, and not that share's own."""
+        names = set(names) - scales_among(names).keys()
         targets = _own_targets(model, whole=whole)
-        if not targets.keys() >= set(names):
+        if not targets.keys() >= names:
             theirs = huggingface_targets(model, names)
             if theirs is not None:
                 kept = kept_targets(theirs, model)
@@ -127,6 +129,7 @@ class Names:
         kept = {k: tensor for k, tensor in tensors.items() if not k.endswith(family.ignored)}
         head, embedding = f"{family.head}.weight", f"{family.embedding}.weight"
         if self.model.share_embeddings_and_output_weights and head in kept:
+            check_tied(head, kept[head].dtype)
             tied = kept.pop(head)
             other = kept.setdefault(embedding, tied)
             dtype = plain_parameter(self.model).dtype
@@ -143,10 +146,14 @@ class Names:
         head, embedding = f"{family.head}.weight", f"{family.embedding}.weight"
         if not self.model.share_embeddings_and_output_weights:
             return kept
+        for info in kept:
+            if info.name == head:
+                check_tied(head, info.dtype)
         return [info._replace(name=embedding) if info.name == head else info for info in kept]
 
     def shares(self, infos: Sequence[TensorInfo], *, all_parameters: bool) -> Shares:
-        """Where each tensor, or this rank's share of it, goes.
+        """Where each tensor, or this rank's share of it, goes. Scales of e4m3 must be copied in
+        front of their weights.
 
         Args:
             all_parameters: none of this rank's may be missing.
@@ -154,22 +161,21 @@ class Names:
         Raises:
             CheckpointError: a name, a shape or a dtype does not fit.
         """
+        weight_of = scales_among([info.name for info in infos])
+        scaled = scaled_targets(self.targets, infos, getattr(self.model, "stored_block", None))
         shares: Shares = []
         for info in infos:
-            share = self.targets.get(info.name)
+            share = scaled.get(info.name) or self.targets.get(info.name)
             if share is not None:
                 _check_fits(info, share, "whole model" if self.whole else "model")
-            elif not self.is_elsewhere(info.name):
-                if info.name.endswith(_OF_SCALED):
-                    raise CheckpointError(
-                        f"the new weights hold {info.name}: a state dict has no numbers with "
-                        "scales; give weights in 16 or 32 bits, or a model directory"
-                    )
-                raise CheckpointError(
-                    f"the new weights hold {info.name}, which the model does not have"
-                )
+            elif not self.is_elsewhere(weight_of.get(info.name, info.name)):
+                raise self._unknown(info.name)
             shares.append(share)
-        given = {info.name: each.view for info, each in zip(infos, shares, strict=True) if each}
+        given = {
+            info.name: share.view
+            for info, share in zip(infos, shares, strict=True)
+            if share is not None and not isinstance(share, ScalesTarget)
+        }
         if not all_parameters:
             _say_what_drafts_as_before(self.model, list(given.values()))
         if self.theirs:
@@ -182,6 +188,36 @@ class Names:
             own = {stage.whole(name): p for name, p in self.model.named_parameters()}
             _check_complete(own, list(given.values()))
         return shares
+
+    def _unknown(self, name: str) -> CheckpointError:
+        """What is said of a name that no rank has."""
+        for suffix in SUFFIXES:
+            weight = name.removesuffix(suffix)
+            if weight != name and (weight in self.targets or self.is_elsewhere(weight)):
+                return CheckpointError(
+                    f"the new weights hold {name}, and {weight} is missing: send both in one update"
+                )
+        said = f"the new weights hold {name}"
+        if name.endswith(NEUTRAL):
+            return CheckpointError(
+                f"{said}: scales of what is computed stay as they are; leave it out"
+            )
+        if name.endswith(_OF_PACKED):
+            return CheckpointError(
+                f"{said}: a state dict has no packed numbers; give weights in 16 or 32 bits, or a "
+                "model directory"
+            )
+        return CheckpointError(f"{said}, which the model does not have")
+
+
+def check_tied(name: str, dtype: torch.dtype) -> None:
+    """Raises CheckpointError if an output layer that is the embedding comes as e4m3: its numbers
+    by themselves say nothing."""
+    if dtype == E4M3:
+        raise CheckpointError(
+            f"the new {name} has dtype {E4M3}, and the model ties it to the embedding: leave it "
+            "and its scales out, and send the embedding in 16 or 32 bits"
+        )
 
 
 def are_the_same(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
@@ -250,14 +286,11 @@ def _check_fits(info: TensorInfo, target: Target, whose: str) -> None:
         raise CheckpointError(
             f"the new {info.name} has shape {info.shape}, the {whose}'s has {tuple(target.shape)}"
         )
+    if isinstance(target, Fp8Target | ScalesTarget):
+        return  # dtypes are checked
     takes_floats = target.dtype.is_floating_point
     floats = info.dtype in FLOATS and takes_floats
     if not floats and (info.dtype != target.view.dtype or takes_floats):
-        if info.dtype.is_floating_point and info.dtype.itemsize == 1:
-            raise CheckpointError(
-                f"the new {info.name} has dtype {info.dtype}, whose scales are in no state dict; "
-                f"give a float of {', '.join(map(str, FLOATS))}, or a model directory in FP8"
-            )
         raise CheckpointError(
             f"the new {info.name} has dtype {info.dtype}, the model's has {target.view.dtype}; "
             f"give a float of {', '.join(map(str, FLOATS))}"

@@ -17,7 +17,7 @@ DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
         torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32,
-        torch.int8, torch.uint8, torch.bool,
+        torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e8m0fnu,
     )
 }  # fmt: skip
 """By their names."""

@@ -370,6 +370,11 @@ def load_weights(directory: Path, config: ModelConfig, model: torch.nn.Module) -
     values = read_json(directory / "config.json")
     vars(model)["huggingface_names"] = family_of(values).names  # for new weights under these
     vars(model)["stored_cache_scales"] = cache_scales_of(directory, config, model)
+    if not is_plain(directory, values):
+        from megatron_async.checkpoint.quantized.scheme import read_scheme
+
+        scheme = read_scheme(directory, values)
+        vars(model)["stored_block"] = None if scheme is None else scheme.block
 
 
 def cache_scales_of(directory: Path, config: ModelConfig, model: torch.nn.Module) -> Tensor | None:

@@ -6,7 +6,7 @@ block of it. What a model is loaded with is their product, rounded to the model'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -36,13 +36,26 @@ NEUTRAL = (
 
 
 def multiply_out(weight: Tensor, scale: Tensor, block: tuple[int, int] | None) -> Tensor:
-    """fp32 ``[out, in]``: e4m3 ``weight`` times ``scale``, see :func:`check_shape`."""
-    rows, columns = weight.shape
-    wide, scale = weight.float(), scale.float()
-    if scale.numel() == 1 or block is None:
-        return wide * scale.reshape(-1, 1)
-    of_rows = scale.repeat_interleave(block[0], 0)[:rows]
-    return wide * of_rows.repeat_interleave(block[1], 1)[:, :columns]
+    """fp32 ``[out, in]``, or with experts in front: e4m3 ``weight`` times ``scale``, see
+    :func:`scale_of_each`."""
+    return weight.float() * scale_of_each(scale, weight.shape, block)
+
+
+def scale_of_each(scale: Tensor, shape: Sequence[int], block: tuple[int, int] | None) -> Tensor:
+    """fp32 of ``shape``, the scales of a weight's elements; expanded where rows have one each.
+
+    Args:
+        scale: one number, or ``[..., out]`` or ``[..., out, 1]`` without ``block``, else
+            ``[..., out / block rows, in / block columns]``, rounded up.
+    """
+    *lead, rows, columns = shape
+    scale = scale.float()
+    if scale.numel() == 1:
+        return scale.reshape(()).expand(*shape)
+    if block is None:
+        return scale.reshape(*lead, rows, 1).expand(*shape)
+    of_rows = scale.repeat_interleave(block[0], -2)[..., :rows, :]
+    return of_rows.repeat_interleave(block[1], -1)[..., :columns]
 
 
 def by_block(scale: tuple[int, ...]) -> tuple[int, ...]:

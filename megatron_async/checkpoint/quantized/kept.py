@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_async.checkpoint.quantized.fp8 import Fp8Target
+from megatron_async.checkpoint.quantized.fp8 import Fp8Target, scale_of_each
 from megatron_async.checkpoint.quantized.packed import check_scales, kept_target
 from megatron_async.checkpoint.reading.files import SafetensorsWeights
 from megatron_async.checkpoint.targets import Target
@@ -115,18 +115,15 @@ class KeptTarget(Fp8Target):
     def _numbers_and_scales(self, stored: Tensor) -> tuple[Tensor, Tensor]:
         """As bytes, and fp32, of the view's shape and its scales'."""
         as_bytes = self.select(stored.view(torch.uint8)).reshape(self.view.shape)
+        scale, block = self.scale.to(self.view.device), self.block
         columns = self.view.shape[-1] // self.scales.shape[-1]
-        each = self.select(self._scale_of_each()).reshape(self.view.shape)
-        return as_bytes, each[..., ::columns]
-
-    def _scale_of_each(self) -> Tensor:
-        """fp32 ``[out, in]``, those of the stored numbers."""
-        rows, columns = self.shape
-        scale = self.scale.to(self.view.device).float()
-        if scale.numel() == 1 or self.block is None:
-            return scale.reshape(-1, 1).expand(rows, columns)
-        of_rows = scale.repeat_interleave(self.block[0], 0)[:rows]
-        return of_rows.repeat_interleave(self.block[1], 1)[:, :columns]
+        if not self.takes_all:
+            of_each = self.select(scale_of_each(scale, self.shape, block))
+            return as_bytes, of_each.reshape(self.view.shape)[..., ::columns]
+        of_groups = None if block is None else (block[0], block[1] // columns)
+        *rows, k = self.shape
+        each = scale_of_each(scale, (*rows, k // columns), of_groups)
+        return as_bytes, each.reshape(self.scales.shape)
 
 
 def keep_as_stored(model: Any, weights: SafetensorsWeights) -> None:
@@ -181,7 +178,7 @@ def with_kept(targets: Names, model: Any) -> Names | dict[str, Target]:
         scales = scales_at(target.view, layer.weight, layer.weight_scale)
         assert scales is not None, f"{name}: parts of rows were to be kept"
         if isinstance(target, Fp8Target):
-            _check_products(name, target.scale, served)
+            check_product(name, target.scale, served)
         found[name] = _kept(target, scales, served)
     return found
 
@@ -194,12 +191,12 @@ def check_products(where: str, model: Any) -> None:
             served = model.config.params_dtype
             check_scales(f"{where}: {name}.weight_scale", layer.weight_scale, served)
         if layer.weight.dtype == E4M3:
-            _check_products(
-                f"{where}: {name}.weight", layer.weight_scale, model.config.params_dtype
-            )
+            check_product(f"{where}: {name}.weight", layer.weight_scale, model.config.params_dtype)
 
 
-def _check_products(name: str, scale: Tensor, served: torch.dtype) -> None:
+def check_product(name: str, scale: Tensor, served: torch.dtype) -> None:
+    """Raises CheckpointError, which begins with ``name``, if products of e4m3 with the largest of
+    ``scale`` may be infinite in ``served``."""
     largest = scale.float().max()
     if not bool((largest * LARGEST).to(served).isfinite()):
         raise CheckpointError(
@@ -215,12 +212,18 @@ def with_kept_weights(weights: SafetensorsWeights, model: Any) -> SafetensorsWei
 
 def _kept(target: Target, scales: Tensor, served: torch.dtype) -> Target:
     if isinstance(target, Fp8Target):
-        fits = have_one_scale(target, target.view.shape[-1] // scales.shape[-1])
-        return (KeptTarget if fits else RequantizedTarget)(
-            target.view, target.shape, target.select, scale=target.scale, block=target.block,
-            scales=scales,
-        )  # fmt: skip
+        return kept_fp8(target, scales)
     return QuantizedTarget(target.view, target.shape, target.select, scales=scales, served=served)
+
+
+def kept_fp8(target: Fp8Target, scales: Tensor) -> Fp8Target:
+    """Target of a stored weight of e4m3 whose view keeps e4m3 too, with ``scales [..., groups]``:
+    as it is where the stored scales fit these groups."""
+    fits = have_one_scale(target, target.view.shape[-1] // scales.shape[-1])
+    return (KeptTarget if fits else RequantizedTarget)(
+        target.view, target.shape, target.select, scale=target.scale, block=target.block,
+        scales=scales,
+    )  # fmt: skip
 
 
 def _groups(k: int, targets: Iterable[Target]) -> int | None:
@@ -244,13 +247,13 @@ def have_one_scale(target: Fp8Target, columns: int) -> bool:
     the stored weight is transposed."""
     if target.scale.numel() == 1:
         return True
-    rows, k = target.shape
-    numbers = torch.arange(rows, dtype=torch.int32)[:, None].expand(rows, k)
+    *_, rows, k = target.shape
+    numbers = torch.arange(rows, dtype=torch.int32)[:, None].expand(target.shape)
     if not _are_same(target.select(numbers), columns):
         return False
     if target.block is None:
         return True
-    numbers = (torch.arange(k, dtype=torch.int32) // target.block[1]).expand(rows, k)
+    numbers = (torch.arange(k, dtype=torch.int32) // target.block[1]).expand(target.shape)
     return _are_same(target.select(numbers), columns)
 
 

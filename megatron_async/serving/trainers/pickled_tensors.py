@@ -30,7 +30,8 @@ _TENSOR, _CUDA = f"{_REDUCTIONS}rebuild_tensor", f"{_REDUCTIONS}rebuild_cuda_ten
 _STORAGE, _FILE = f"{_REDUCTIONS}rebuild_typed_storage", f"{_REDUCTIONS}rebuild_storage_filename"
 _CUDA_ARGUMENTS, _DEVICE = 15, 6
 _ALLOWED = re.compile(
-    r"torch\.(Tensor|Size|nn\.parameter\.Parameter|storage\.(Untyped|Typed)Storage|[a-z]+\d*)"
+    r"torch\.(Tensor|Size|nn\.parameter\.Parameter|storage\.(Untyped|Typed)Storage|[a-z]+\d*"
+    r"|float8_[a-z0-9]+)"
     r"|torch\.multiprocessing\.reductions\.rebuild_[a-z_]+"
     r"|[\w.]+\.(_rebuild_cuda_tensor_modified|FlattenedTensorMetadata|LocalSerializedTensor)"
 )

@@ -112,6 +112,12 @@ def plan_for(
             "the model keeps FP8 or MXFP4 weights, which are quantized row by row, and shards have "
             "parts of rows: give whole tensors"
         )
+    for info in (each for rank in ranks for each in rank.tensors):
+        if info.dtype.is_floating_point and info.dtype.itemsize == 1:
+            raise CheckpointError(
+                f"the new {info.name} has dtype {info.dtype}, and shards have no scales: give them "
+                "in 16 or 32 bits, or whole tensors"
+            )
     served = Served.of(model)
     of_whole = [
         [served.whole_name(info.name, rank.layout) for info in rank.tensors] for rank in ranks
