@@ -72,11 +72,11 @@ def scaled_targets(
     """
     by_name = {info.name: info for info in infos}
     scales_of: dict[str, list[TensorInfo]] = defaultdict(list)
-    for scale, weight in scales_among(by_name).items():
-        scales_of[weight].append(by_name[scale])
-    for weight in by_name.keys() - scales_of.keys():
-        if by_name[weight].dtype == E4M3 and weight in targets:
-            raise _without_scales(weight)
+    for name, weight in scales_among(by_name).items():
+        scales_of[weight].append(by_name[name])
+    for info in infos:
+        if info.dtype == E4M3 and info.name in targets and info.name not in scales_of:
+            raise _without_scales(info.name)
     found: dict[str, Target] = {}
     for name, scales in scales_of.items():
         _check_pair(by_name[name], scales)
