@@ -18,6 +18,7 @@ from megatron_async.megatron_compat.classes import (
     MAMBA_MODEL,
     MODEL_BASE,
 )
+from megatron_async.models.deep_copy import deep_copy
 from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.layers.rope import RotaryTable
 
@@ -265,6 +266,10 @@ class GPTModel(Inference, MODEL_BASE):  # type: ignore[misc]
         # give it to the last one, moves them to a GPU.
         if config.pipeline_model_parallel_size == 1:
             self.setup_embeddings_and_output_layer()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GPTModel:
+        """See :func:`~megatron_async.models.deep_copy.deep_copy`."""
+        return deep_copy(self, memo)
 
 
 class AdaptedGPTModel(Inference, GPT_MODEL):  # type: ignore[misc]
