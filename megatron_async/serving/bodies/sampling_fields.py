@@ -6,6 +6,8 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
+from pydantic import model_validator
+
 from megatron_async.errors import RequestError
 from megatron_async.grammar.spec import StructuredOutputs
 from megatron_async.request.parameter_checks import in_range
@@ -24,7 +26,9 @@ from megatron_async.serving.bodies.body import (
     range_of,
     schema_of,
 )
+from megatron_async.serving.bodies.foreign_fields import FOREIGN_FIELDS
 from megatron_async.serving.bodies.formats import ResponseFormat, StreamOptions, structure_of_format
+from megatron_async.serving.bodies.python_fields import OPENAI, refuse_python_fields
 from megatron_async.serving.chat.chat_messages import plain
 from megatron_async.serving.http.errors import ApiError, renamed
 
@@ -39,6 +43,12 @@ def dividing(temperature: float) -> float:
 
 class SamplingFields(OwnFields):
     """What completions and chat have in common."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_python(cls, body: Any) -> Any:
+        refuse_python_fields(body, cls.model_fields.keys() | FOREIGN_FIELDS.keys(), OPENAI)
+        return body
 
     model: str | None = None
     temperature: Annotated[float | None, range_of("temperature")] = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,6 +14,11 @@ from megatron_async.request import parameter_checks as checks
 from megatron_async.request.parameter_ranges import INTEGERS, NUMBERS
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving.bodies.body import Body, Integer, Several
+from megatron_async.serving.bodies.python_fields import (
+    MEGATRON,
+    OF_MEGATRON,
+    refuse_python_fields,
+)
 from megatron_async.serving.bodies.sampling_fields import dividing
 from megatron_async.serving.front_end.job import Choice, Job
 from megatron_async.serving.http.errors import ApiError, json_response, renamed
@@ -60,6 +65,12 @@ class MegatronRequest(Body):
     beam_width: Integer | None = None
     max_len: Any = None
     sentences: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_python(cls, body: Any) -> Any:
+        refuse_python_fields(body, cls.model_fields, MEGATRON, defaults=OF_MEGATRON)
+        return body
 
     def check_together(self) -> None:
         """Raises ApiError when values contradict each other, or are not supported."""

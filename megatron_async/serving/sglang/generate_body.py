@@ -23,6 +23,12 @@ from megatron_async.serving.bodies.body import (
     Token,
     at_most,
 )
+from megatron_async.serving.bodies.python_fields import (
+    DEFAULTS,
+    OF_SGLANG,
+    SGLANG,
+    refuse_python_fields,
+)
 from megatron_async.serving.bodies.sampling_fields import dividing
 from megatron_async.serving.endpoints.request_shapes import check_tokens
 from megatron_async.serving.http.errors import ApiError, renamed
@@ -66,6 +72,7 @@ NAMES = {
     "prompt": "input_ids",
 }
 """What SGLang calls the engine's parameters."""
+_IN_PARAMS = dict.fromkeys(DEFAULTS, "sampling parameters go into sampling_params")
 _STRUCTURES = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
 
 
@@ -99,6 +106,8 @@ class SglangSampling(Body):
     @model_validator(mode="before")
     @classmethod
     def _refuse_others(cls, body: Any) -> Any:
+        place = "sampling_params."
+        refuse_python_fields(body, cls.model_fields, SGLANG, defaults=OF_SGLANG, place=place)
         if isinstance(body, Mapping):
             for name, value in body.items():
                 if name in cls.model_fields or not value:
@@ -221,6 +230,7 @@ class GenerateRequest(Body):
                 value = body[name]
                 if value and not (isinstance(value, list) and not any(value)):
                     raise _unsupported(name, _REFUSED[name])
+        refuse_python_fields(body, cls.model_fields, _IN_PARAMS, defaults=OF_SGLANG)
         return body
 
     @property

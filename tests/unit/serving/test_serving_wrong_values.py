@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 from pydantic import BaseModel
 
+from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving.bodies.foreign_fields import FOREIGN_FIELDS
+from megatron_async.serving.bodies.python_fields import (
+    DEFAULTS,
+    HARMLESS,
+    MEGATRON,
+    OPENAI,
+    SGLANG,
+)
 from megatron_async.serving.chat.chat_template import ChatTemplates
 from megatron_async.serving.endpoints.engine_api import DetokenizeRequest, TokenizeRequest
 from megatron_async.serving.endpoints.megatron_api import MegatronRequest
@@ -191,6 +201,98 @@ def test_fields_of_other_servers_that_change_the_answer_are_refused(
         post(client, path, **ENDPOINTS[path], **dict.fromkeys(names, value))
     neutral = {"length_penalty": 1.0, "mirostat": 0, "function_call": "auto"}
     post(client, path, **ENDPOINTS[path], **neutral, who_knows=[1], service_tier="flex", user="me")
+
+
+PYTHONS: dict[str, tuple[Any, ...]] = {
+    "forced_token_ids": ([5, 6], [999], "a"),
+    "prompt_hidden_states": ([0, -1],),
+    "return_log_probs": (True,),
+    "top_n_logprobs": (3,),
+    "log_probs_mode": ("processed",),
+    "num_tokens_to_generate": (4, 30),
+    "num_tokens_total": (9,),
+    "termination_id": (-1, 0, 7),
+    "stop_words": ("a", ["a"]),
+    "return_segments": (True,),
+    "detokenize_stop_sequence": (True,),
+    "return_prompt_tokens": (True,),
+    "return_prompt_top_n_logprobs": (True,),
+    "streaming": (True,),
+    "do_kv_handoff": (True,),
+}
+"""Fields of SamplingParams that no path over HTTP has by these names."""
+PATHS = {**ENDPOINTS, "/generate": {"text": "a"}, "/api": {"prompts": ["a"]}}
+
+
+def asked(client: httpx.Client, path: str, body: dict[str, Any]) -> httpx.Response:
+    return client.request("PUT" if path == "/api" else "POST", path, json=body)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_sampling_parameters_of_python_are_never_dropped(client: httpx.Client, path: str) -> None:
+    """Those that a path has by another name, or not at all; values that ask for nothing pass."""
+    bodies: list[tuple[str, Callable[..., dict[str, Any]]]]
+    bodies = [("", lambda **fields: {**PATHS[path], **fields})]
+    if path == "/generate":
+        inside = "sampling_params."
+        bodies.append((inside, lambda **fields: {**PATHS[path], "sampling_params": fields}))
+    for place, body in bodies:
+        for name, values in PYTHONS.items():
+            if path == "/api" and name in MegatronRequest.model_fields:
+                continue
+            if path == "/generate" and name == "log_probs_mode":
+                values = ("raw",)  # of what was sampled from they are anyway
+            for value in values:
+                error = error_of(asked(client, path, body(**{name: value})), 400)
+                assert (error["param"], error["code"]) == (place + name, "unsupported_parameter")
+                assert f"{place}{name} is not supported here; " in error["message"]
+        nothing = {**dict.fromkeys(PYTHONS), "return_log_probs": False, "top_n_logprobs": 0}
+        nothing |= {"stop_words": [], "streaming": False, "detokenize": False}
+        nothing |= {"forced_token_ids": [], "do_kv_handoff": False}
+        if not place:  # where all that is unknown and not empty is refused
+            nothing["streaming_interval"] = 4
+            nothing["skip_prompt_log_probs"] = path != "/api"
+            nothing["log_probs_mode"] = "processed" if path == "/generate" else "raw"
+        answer = asked(client, path, body(**nothing))
+        assert answer.status_code == 200, answer.text
+
+
+def test_what_python_calls_otherwise_is_named(client: httpx.Client) -> None:
+    for path, field, wrong, instead in (
+        (
+            "/v1/completions",
+            "forced_token_ids",
+            [5],
+            "as the end of the prompt's token ids, with p",
+        ),
+        ("/v1/completions", "skip_prompt_log_probs", False, "send prompt_logprobs"),
+        ("/v1/completions", "add_BOS", True, "send add_special_tokens"),
+        ("/v1/chat/completions", "num_tokens_to_generate", 3, "send max_tokens"),
+        ("/api", "seed", 3, "send random_seed"),
+        ("/api", "skip_prompt_log_probs", True, "leave it out"),
+        ("/api", "forced_token_ids", [5], "leave it out"),
+        ("/generate", "temperature", 0.5, "sampling parameters go into sampling_params"),
+        ("/generate", "forced_token_ids", [5], "sampling parameters go into sampling_params"),
+    ):
+        error = error_of(asked(client, path, {**PATHS[path], field: wrong}), 400)
+        assert error["param"] == field and instead in error["message"], (path, field)
+    for field, wrong, instead in (
+        ("seed", 0, "send sampling_seed"),
+        ("forced_token_ids", [5], "send them at the end of input_ids, with logprob_start_len"),
+        ("top_n_logprobs", 2, "send top_logprobs_num beside sampling_params"),
+    ):
+        body = {"text": "a", "sampling_params": {field: wrong}}
+        error = error_of(client.post("/generate", json=body), 400)
+        assert error["param"] == f"sampling_params.{field}" and instead in error["message"]
+
+
+def test_each_sampling_parameter_is_a_field_or_is_refused() -> None:
+    """One that is added to SamplingParams without a thought of HTTP is refused there."""
+    ours = set(inspect.signature(SamplingParams).parameters)
+    assert DEFAULTS.keys() | HARMLESS == ours and not DEFAULTS.keys() & HARMLESS
+    assert {*OPENAI, *SGLANG, *MEGATRON} <= ours
+    over_http = set(CompletionRequest.model_fields) | FOREIGN_FIELDS.keys()
+    assert ours - over_http - HARMLESS - {"skip_prompt_log_probs", "add_BOS"} == PYTHONS.keys()
 
 
 @pytest.mark.parametrize("path", ("/v1/completions", "/v1/chat/completions"))
