@@ -6,8 +6,11 @@ user has built the class stays a subclass of what it was (``models/adapt.py``).
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -18,7 +21,7 @@ from megatron_async.megatron_compat.classes import (
     MAMBA_MODEL,
     MODEL_BASE,
 )
-from megatron_async.models.deep_copy import deep_copy
+from megatron_async.models import parallel
 from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.layers.rope import RotaryTable
 
@@ -268,8 +271,24 @@ class GPTModel(Inference, MODEL_BASE):  # type: ignore[misc]
             self.setup_embeddings_and_output_layer()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GPTModel:
-        """See :func:`~megatron_async.models.deep_copy.deep_copy`."""
-        return deep_copy(self, memo)
+        """A copy with weights of its own, among the same ranks: process groups, which cannot be
+        copied, are shared. An engine over this model does not serve the copy."""
+        memo.update({id(each): each for each in _of_this_process()})
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        with torch.inference_mode(False):
+            made.__setstate__({name: deepcopy(value, memo) for name, value in vars(self).items()})
+        for own, theirs in zip(made.parameters(), self.parameters(), strict=True):
+            for name, value in vars(theirs).items():  # what megatron says of it; torch drops it
+                vars(own).setdefault(name, deepcopy(value, memo))
+        return made
+
+
+def _of_this_process() -> list[Any]:
+    """Its process groups, and its place among the ranks of a model."""
+    groups = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
+    place = parallel.current()
+    return groups if place is None else [*groups, place]
 
 
 class AdaptedGPTModel(Inference, GPT_MODEL):  # type: ignore[misc]

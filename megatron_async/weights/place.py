@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.checkpoint.native import stored_dtype
+from megatron_async.checkpoint.quantized.state_dicts import ScalesTarget, check_scales, scales_first
 from megatron_async.checkpoint.reading.files import weight_files
 from megatron_async.checkpoint.reading.finite import check_finite
 from megatron_async.checkpoint.reading.json_file import one_line
@@ -19,7 +20,6 @@ from megatron_async.checkpoint.reading.regular_files import Watched
 from megatron_async.checkpoint.targets import EMBEDDING, OUTPUT, Target, check_has_values
 from megatron_async.errors import CheckpointError, IntegrityError
 from megatron_async.models.description.kv_cache_spec import plain_parameter
-from megatron_async.weights.scaled import ScalesTarget, check_scales, scales_first
 from megatron_async.weights.shared_memory import OpenedWeights
 from megatron_async.weights.source import (
     AnySource,
@@ -53,7 +53,8 @@ def read_weights(
             state dict with these; or another :class:`WeightSource`. Experts may be stacked, as the
             model has them, or each by itself. For a model that was loaded from a directory of
             Hugging Face's the names may be those of its tensors. Weights of e4m3 have their scales
-            beside them, see ``scaled.py``.
+            beside them, see
+            ``checkpoint/quantized/state_dicts.py``.
         allow_non_finite_weights: take tensors with NaN or infinite elements as they are.
         all_parameters: some may not be missing.
 

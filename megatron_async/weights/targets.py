@@ -14,6 +14,11 @@ from torch import Tensor
 
 from megatron_async.checkpoint.quantized import PACKED_END, kept_targets
 from megatron_async.checkpoint.quantized.fp8 import NEUTRAL, SUFFIXES, Fp8Target
+from megatron_async.checkpoint.quantized.state_dicts import (
+    ScalesTarget,
+    scaled_targets,
+    scales_among,
+)
 from megatron_async.checkpoint.targets import (
     EMBEDDING,
     FLOATS,
@@ -26,7 +31,6 @@ from megatron_async.checkpoint.targets import (
 from megatron_async.errors import CheckpointError
 from megatron_async.models.description.kv_cache_spec import plain_parameter
 from megatron_async.models.quantized.values import E4M3, meant_shape
-from megatron_async.weights.scaled import ScalesTarget, scaled_targets, scales_among
 from megatron_async.weights.tensor_info import TensorInfo
 
 if TYPE_CHECKING:
@@ -162,7 +166,7 @@ class Names:
             CheckpointError: a name, a shape or a dtype does not fit.
         """
         weight_of = scales_among([info.name for info in infos])
-        scaled = scaled_targets(self.targets, infos, getattr(self.model, "stored_block", None))
+        scaled = scaled_targets(self.targets, infos, vars(self.model).get("stored_block"))
         shares: Shares = []
         for info in infos:
             share = scaled.get(info.name) or self.targets.get(info.name)

@@ -1,6 +1,6 @@
 """Fields of :class:`SamplingParams` that an endpoint has under another name, or not at all.
 
-Somebody who knows the Python API sends them. To ignore them would be to answer something else than
+Users of the Python API send them. To ignore them would be to answer something else than
 what was asked, so they are refused as other servers' fields are.
 """
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,12 +28,24 @@ from megatron_async.checkpoint.quantized.fp8 import (
 from megatron_async.checkpoint.targets import Target
 from megatron_async.errors import CheckpointError
 from megatron_async.models.quantized.values import E4M3, LARGEST
-from megatron_async.weights.tensor_info import TensorInfo
 
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 
 Blocks = tuple[int, int] | None
 """Rows and columns that share a scale; None where rows have one each, or all have one."""
+
+
+class TensorInfo(Protocol):
+    """What is said of a tensor, as ``weights/tensor_info.py`` has it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
