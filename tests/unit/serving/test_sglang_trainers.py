@@ -13,16 +13,19 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import CheckpointError
+from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving.trainers.pickled_tensors import read_tensors
 from tests.support.engines import config_at
 from tests.support.patience import PATIENCE_SECONDS
 from tests.support.served_engine import NoParent
 from tests.support.served_over_http import free_port, serving
 from tests.support.sglang_trainers import TrainerGroup, bucket, serialized
+from tests.unit.checkpoint.test_fp8_published import BLOCKS, by_block, publish, write_plain
 from tests.unit.serving.test_development_api import PROMPT, expected, llama
 
 Tensors = dict[str, torch.Tensor]
@@ -344,3 +347,58 @@ def test_a_tensor_of_a_gpu_is_refused_where_there_is_none() -> None:
     sent = base64.b64encode(pickle.dumps([("a", OnGpu())])).decode()
     with pytest.raises(CheckpointError, match="the serialized tensors cannot be read"):
         read_tensors(sent, None, 1 << 20)
+
+
+def test_weights_in_e4m3_and_their_scales_come_in_two_messages(tmp_path: Path) -> None:
+    """As slime's, which quantizes them: the server has what an engine has that loads them, and what
+    lacks scales changes nothing."""
+    config = config_at(
+        1, dtype="float32", max_requests=4, max_sequence_length=64, block_count=20,
+        quantization="fp8", batch_invariant=True,
+    )  # fmt: skip
+    old, new = (
+        publish(tmp_path / str(seed), write_plain(tmp_path / f"plain{seed}", seed=seed), BLOCKS,
+                by_block, suffix="_scale_inv")
+        for seed in (1, 2)
+    )  # fmt: skip
+    state = load_file(new / "model.safetensors")
+    parts = [{n: x for n, x in state.items() if ("_scale" in n) == second} for second in (0, 1)]
+    with DynamicInferenceEngine.from_pretrained(new, config) as engine:
+        meant = ids_of_engine(engine)
+    engine = DynamicInferenceEngine.from_pretrained(old, config)
+    with (
+        serving(engine, NoParent(), development=True) as address,
+        httpx.Client(base_url=address, timeout=PATIENCE_SECONDS) as http,
+    ):
+
+        def ids() -> list[int]:
+            asked = {"input_ids": [3, 5, 7], "sampling_params": GREEDY}
+            found: list[int] = posted(http, "generate", **asked)["output_ids"]
+            return found
+
+        def send(tensors: Tensors) -> None:
+            held = bucket(tensors)
+            posted(
+                http, "update_weights_from_tensor", load_format="flattened_bucket",
+                serialized_named_tensors=[serialized(held)], flush_cache=False,
+            )  # fmt: skip
+
+        first = ids()
+        assert first != meant
+        posted(http, "pause_generation", mode="retract")
+        send(parts[0])
+        refused = posted(http, "continue_generation", status=400)
+        assert "no scales: give " in refused["error"]["message"]
+        posted(http, "continue_generation")
+        assert ids() == first
+        posted(http, "pause_generation", mode="retract")
+        send(parts[0])
+        send(parts[1])
+        posted(http, "continue_generation")
+        assert ids() == meant
+
+
+def ids_of_engine(engine: DynamicInferenceEngine) -> list[int]:
+    params = SamplingParams(temperature=0.0, num_tokens_to_generate=8, ignore_eos=True)
+    found: list[int] = engine.generate([[3, 5, 7]], params)[0].generated_tokens
+    return found
