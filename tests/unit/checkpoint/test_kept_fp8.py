@@ -3,6 +3,7 @@ given, and never a second copy in 16 bits."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
@@ -36,6 +37,15 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in MODELS:
         random_model(name).save_pretrained(root / name)
     return root
+
+
+def write_other(path: Path, plain: Path) -> None:
+    """The model of ``plain`` with other weights."""
+    shutil.copytree(plain, path)
+    stored = load_file(plain / "model.safetensors")
+    save_file(
+        {name: each.roll(1, 0) * 1.3 for name, each in stored.items()}, path / "model.safetensors"
+    )
 
 
 def kept(path: Path | str) -> Any:
@@ -220,8 +230,7 @@ def test_an_engine_has_the_tokens_of_the_weights_that_are_meant(
 def test_new_weights_are_quantized_in_place(plain: Path, tmp_path: Path) -> None:
     """Under megatron-core's names and Hugging Face's, experts stacked or each by itself, and from
     directories; addresses stay, and no layer goes back to 16 bits."""
-    torch.manual_seed(1)
-    random_model("qwen3_moe").save_pretrained(tmp_path / "new")
+    write_other(tmp_path / "new", plain / "qwen3_moe")
     served, other = kept(plain / "qwen3_moe"), load_pretrained(tmp_path / "new").model
     meant = values_of(kept(tmp_path / "new"))
     addresses = {name: each.data_ptr() for name, each in served.named_parameters()}
@@ -253,8 +262,7 @@ def test_new_weights_are_quantized_in_place(plain: Path, tmp_path: Path) -> None
 def test_new_fp8_weights_keep_their_numbers_where_scales_fit(
     kind: str, plain: Path, tmp_path: Path
 ) -> None:
-    torch.manual_seed(2)
-    random_model("llama").save_pretrained(tmp_path / "other")
+    write_other(tmp_path / "other", plain / "llama")
     path = write(tmp_path / "model", plain / "llama", kind)
     new = write(tmp_path / "new", tmp_path / "other", kind)
     served = kept(path)
