@@ -110,6 +110,8 @@ class Names:
         """Find out whose ``names`` are; ``whole``: they are the whole model's, of which ``model``
         is a rank's share, and not that share's own."""
         names = set(names) - scales_among(names).keys()
+        # Scales by themselves are of somebody's weights too, and their error names these.
+        names |= {name.removesuffix(x) for name in names for x in SUFFIXES if name.endswith(x)}
         targets = _own_targets(model, whole=whole)
         if not targets.keys() >= names:
             theirs = huggingface_targets(model, names)
