@@ -121,14 +121,16 @@ def test_each_variant_of_a_kernel_is_compiled_once(compilations: list[tuple[str,
         rings._read_packet_kernel[(1,)](ring, counter, to, 2, 64, width, BLOCK=block)
 
     variants = [(into, 40, 1024), (into, 48, 1024), (into, 40, 512), (shifted, 40, 1024)]
-    asked = []
-    with CompileAhead(GPU, lambda *_: None) as ahead, ahead.rehearsal():
-        is_new = ahead.is_new
-        for _ in range(2):
-            for variant in (*variants, (into, 41, 1024)):  # as 40
-                launch(*variant)
-        asked = [is_new(rings._advance_kernel, (counter,), {}) for _ in range(2)]
-    assert asked == [True, False]
+    for _ in range(3):  # one that a busy machine kept from compiling is compiled by the next
+        with CompileAhead(GPU, lambda *_: None) as ahead, ahead.rehearsal():
+            is_new = ahead.is_new
+            for _ in range(2):
+                for variant in (*variants, (into, 41, 1024)):  # as 40
+                    launch(*variant)
+            asked = [is_new(rings._advance_kernel, (counter,), {}) for _ in range(2)]
+        assert asked == [True, False]
+        if len(compilations) >= len(variants):
+            break
     assert [name for name, _ in compilations] == ["_read_packet_kernel"] * len(variants)
     with compiling_for(None):
         for variant in variants:

@@ -135,7 +135,7 @@ class TestWide:
     [
         ("if (taken == items - min((int)gridDim.x, items) - 1) *all_taken = 0;", ";"),
         ("gridDim.x + taken;", "gridDim.x + taken + 1;"),
-        ("takes_number = goes_on && threadIdx.x == 0,", "takes_number = goes_on && threadIdx.x < 2,"),
+        ("goes_on && threadIdx.x == 0,", "goes_on && threadIdx.x < 2,"),
         ("(shared + NEXT_AT) = 2 * gridDim.x + taken;", "(shared + NEXT_AT) = items;"),
         ("item.row = owner * LANE_ROWS + j;", "item.row = owner * LANE_ROWS;"),
         ("item.split = which - before - ", "item.split = 0 * "),
