@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
-import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from megatron_async.ranks.start import lead
 from megatron_async.sampling_params import SamplingParams
 from tests.support.fp8_models import kept_bytes
 from tests.support.ranked import refused
+from tests.support.sharded_updates import run_together
 
 CONFIG = EngineConfig(
     device="cpu", inference_async_scheduling=True, depth=1, max_requests=2, block_size_tokens=8,
@@ -79,31 +79,18 @@ def lead_layout(folder: Path, layout: Layout, store: dist.Store) -> dict[str, An
 
 
 def run_layout(folder: Path, name: str) -> None:
-    """Fork a layout's ranks, and wait for them."""
+    """Have a layout's ranks in processes of their own, and wait for them."""
     layout = Layout(*map(int, name.split(",")))
-    pids = []
-    for rank in reversed(range(layout.world_size)):
-        pid = os.fork()
-        if pid:
-            pids.append(pid)
-            continue
-        status = 1
-        try:
-            store = dist.FileStore(str(folder / f"{name}.store"), layout.world_size)
-            if rank:
-                follow(layout, "cpu", store=store, rank=rank)
-            else:
-                found = lead_layout(folder, layout, store)
-                (folder / f"{name}.json").write_text(json.dumps(found))
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(status)
-    ended = [os.waitpid(pid, 0)[1] for pid in pids]
-    if any(ended):
-        raise SystemExit(f"{name}: ranks ended with {ended}")
+
+    def be_rank(rank: int) -> None:
+        store = dist.FileStore(str(folder / f"{name}.store"), layout.world_size)
+        if rank:
+            follow(layout, "cpu", store=store, rank=rank)
+        else:
+            found = lead_layout(folder, layout, store)
+            (folder / f"{name}.json").write_text(json.dumps(found))
+
+    run_together(name, [partial(be_rank, rank) for rank in reversed(range(layout.world_size))])
 
 
 if __name__ == "__main__":
