@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.leftovers import has_ended
 from tests.support.openings import marked
 from tests.support.real_server import RealServer, real_server
 
@@ -67,7 +68,7 @@ async def fault(layout: str, rank: int, number: signal.Signals, folder: Path) ->
         with pytest.raises(InterruptedError) as error:
             await request
         ended = time.monotonic() - started
-        while any(each.is_running() and each.status() != "zombie" for each in ranks):
+        while not all(has_ended(each) for each in ranks):
             await asyncio.sleep(0.02)
         gone = time.monotonic() - started
         await server.until_status(200)

@@ -14,6 +14,14 @@ WAIT_SECONDS = 30.0
 """For processes that are about to end, such as those that end with their parent."""
 
 
+def has_ended(process: psutil.Process) -> bool:
+    """Whether a process runs no more; its parent may not have waited for it yet."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # between the two calls
+        return True
+
+
 def left_behind(mark: str) -> list[psutil.Process]:
     """Running processes of this user that have ``mark``. Those below this process are none: what
     multiprocessing keeps for it ends with it."""
