@@ -11,16 +11,23 @@ from __future__ import annotations
 
 import threading
 import weakref
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from megatron_async.models.parallel import ModelParallel
 
 _owners: dict[int, weakref.ref[object]] = {}
 _lock = threading.Lock()
 
 
-def claim(device: torch.device, owner: object) -> str | None:
+def claim(device: torch.device, owner: object, ranks: ModelParallel | None = None) -> str | None:
     """Let ``owner`` launch them on a device until :func:`release`, or its own end.
+
+    Args:
+        ranks: those of its model; None for one.
 
     Returns:
         None, or why it must not.
@@ -29,7 +36,10 @@ def claim(device: torch.device, owner: object) -> str | None:
     if device.type != "cuda":
         return f"{device} is no GPU"
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return "this process has other ranks, whose kernels wait for its own"
+        if ranks is None or ranks.is_given:
+            return "this program has other ranks, whose kernels may wait for its own"
+        if ranks.layout.pipeline > 1:
+            return "stages wait for each other's messages"
     if _uses_mps(index):
         return f"processes that share cuda:{index} under MPS run kernels at the same time"
     with _lock:

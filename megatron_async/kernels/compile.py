@@ -120,8 +120,12 @@ def unavailable(device_index: int) -> str | None:
 def own_text(source: str) -> str:
     """The source of kernel ``source`` with the headers that it includes by name in their places."""
     (path,) = SOURCES.glob(f"*/{source}.cu")
+    return _with_headers(path.read_text())
+
+
+def _with_headers(text: str) -> str:
     return _INCLUDE.sub(
-        lambda found: (SOURCES / "include" / found[1]).read_text(), path.read_text()
+        lambda found: _with_headers((SOURCES / "include" / found[1]).read_text()), text
     )
 
 
@@ -201,11 +205,7 @@ class Kernel:
             return
         if watch.seen is not None:
             watch.seen(arguments)
-        driver = _driver()
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
-        config.sharedMemBytes = self.shared_bytes
+        driver, config = _driver(), self._launch_config(grid)
         config.hStream = torch.cuda.current_stream().cuda_stream
         config.attrs = [self._attribute]
         config.numAttrs = 1
@@ -225,6 +225,27 @@ class Kernel:
             driver.cuLaunchKernelEx(config, self._function, (tuple(values), tuple(types)), 0),
             self.name,
         )
+
+    def _launch_config(self, grid: tuple[int, int, int]) -> Any:
+        config = _driver().CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+        config.sharedMemBytes = self.shared_bytes
+        return config
+
+    def runs_at_once(self, ctas: int) -> bool:
+        """Whether the current GPU, where nothing else runs, has room for all of ``ctas`` CTAs."""
+        driver = _driver()
+        width = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH
+        cluster = max(1, _check(driver.cuFuncGetAttribute(width, self._function)))
+        config, attribute = self._launch_config((ctas, 1, 1)), driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        dimensions = driver.CUlaunchAttributeValue()
+        dimensions.clusterDim.x, dimensions.clusterDim.y, dimensions.clusterDim.z = cluster, 1, 1
+        attribute.value = dimensions
+        config.attrs, config.numAttrs = [attribute], 1
+        clusters = int(_check(driver.cuOccupancyMaxActiveClusters(self._function, config)))
+        return bool(ctas <= clusters * cluster)
 
 
 def tensor_map(

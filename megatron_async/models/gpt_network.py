@@ -179,9 +179,9 @@ class GPTNetwork(Network):
             return False
         from megatron_async.device import waiting_grids
 
-        reason = waiting_grids.claim(self.device, owner)
+        reason = waiting_grids.claim(self.device, owner, self.parallel)
         if reason is not None:
-            logger.info("layers of experts take three launches for a few rows: %s", reason)
+            logger.info("no kernel waits for its own CTAs, or those of other ranks: %s", reason)
         return reason is None
 
     def kernels_of(self, rows: list[int], context: Any) -> Iterator[Work]:

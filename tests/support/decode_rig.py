@@ -42,10 +42,14 @@ class DecodeRig:
     """Sequences of random tokens, ``rows`` of them, decoded side by side.
 
     ``config`` describes the model whose KV cache it is.
+
+    Attributes:
+        grids_may_wait: as contexts have it.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device, rows: int = ROWS) -> None:
         self.config, self.device, self.rows = config, device, rows
+        self.grids_may_wait = False
         generator = torch.Generator().manual_seed(rows)
         tokens = torch.randint(0, config.vocab_size, (rows, TOKENS), generator=generator)
         self.tokens = tokens.to(device)
@@ -70,6 +74,7 @@ class DecodeRig:
         )
         blocks = torch.arange(self.rows * columns, device=self.device).flip(0) + 1
         context.block_table[: self.rows] = blocks.view(self.rows, columns)
+        context.grids_may_wait = self.grids_may_wait
         return context
 
     @torch.no_grad()

@@ -53,6 +53,8 @@ struct Transfer {
   std::vector<Delivery> sent;
 };
 
+struct Cluster;
+
 struct Block {
   Index index;
   std::map<unsigned, Transfer> transfers;  // by address
@@ -62,12 +64,13 @@ struct Block {
   std::vector<Barrier> warpgroups;
   int running = 0;  // threads
   int held = 0;     // rounds for which no thread goes on
+  Cluster* cluster = nullptr;
+  u32 word = ~0u;  // of shared memory, static
 };
 
 struct Cluster {
-  std::vector<Block> blocks;
+  std::vector<Block*> blocks;
   Barrier barrier;
-  std::map<unsigned, Barrier> ranks;
 };
 
 // What one thread has of four warps' wgmma.
@@ -116,7 +119,7 @@ struct Word {
   size_t size;
 };
 
-Cluster* cluster;
+std::map<unsigned, Barrier> ranks;  // by number: all blocks of one that run
 Fiber* fiber;  // is `place`
 jmp_buf scheduler;
 std::vector<std::unique_ptr<Stack>> idle;
@@ -165,7 +168,7 @@ Warp& warp() { return fiber->block->warps[fiber->thread.x / 32]; }
 // An address in a peer has the peer's rank + 1 in its upper byte.
 Block& block_of(unsigned at) {
   if (at >> 24 == 0) return *fiber->block;
-  Block& block = cluster->blocks[(at >> 24) - 1];
+  Block& block = *fiber->block->cluster->blocks[(at >> 24) - 1];
   if (!fiber->saw_cluster) fail("a peer that may not have begun");
   if (block.running == 0) fail("a peer that has ended");
   return block;
@@ -292,7 +295,7 @@ const void* checked(const void* p, size_t size) {
 }
 
 void await_rank(unsigned rank, unsigned blocks) {
-  Barrier& barrier = cluster->ranks[rank];
+  Barrier& barrier = ranks[rank];
   barrier.expected = blocks * fiber->block->barrier.expected;
   arrive_and_wait(barrier);
 }
@@ -593,17 +596,18 @@ u32 transpose(u32 pair) {
 void arrive_in_cluster() {
   if (fiber->in_cluster) fail("arrived twice in the cluster");
   fiber->in_cluster = true;
-  fiber->cluster_generation = cluster->barrier.generation;
-  if (++cluster->barrier.arrived < cluster->barrier.expected) return;
-  cluster->barrier.arrived = 0;
-  cluster->barrier.generation++;
+  Barrier& barrier = fiber->block->cluster->barrier;
+  fiber->cluster_generation = barrier.generation;
+  if (++barrier.arrived < barrier.expected) return;
+  barrier.arrived = 0;
+  barrier.generation++;
   events++;
 }
 void await_cluster() {
   if (!fiber->in_cluster) fail("waits for a cluster in which it has not arrived");
   fiber->in_cluster = false;
   fiber->saw_cluster = true;
-  wait_while(cluster->barrier.generation, fiber->cluster_generation);
+  wait_while(fiber->block->cluster->barrier.generation, fiber->cluster_generation);
 }
 
 // --- launch --------------------------------------------------------------------------------------
@@ -651,29 +655,34 @@ void deliver(bool everything) {
   sent_to_peers = std::move(later);
 }
 
-void run_cluster(const std::vector<Index>& indices, int threads, int shared_bytes) {
-  Cluster all;
-  all.barrier.expected = threads * (int)indices.size();
-  for (const Index& index : indices) {
-    Block block{index};
+// Clusters that run at once, of `cluster_size` blocks each.
+void run_clusters(const std::vector<Index>& indices, int cluster_size, int threads, int shared_bytes) {
+  std::vector<Block> blocks(indices.size());
+  std::vector<Cluster> clusters(indices.size() / cluster_size);
+  ranks.clear();
+  for (size_t i = 0; i < indices.size(); i++) {
+    Block& block = blocks[i];
+    block.index = indices[i];
     block.memory.assign(shared_bytes, (char)0xff);
     block.barrier.expected = block.predecessor.expected = block.running = threads;
     if (indices.size() > 1) block.held = random_bits() % 20;
-    if (index.x - late_begin < late_count) block.held = late_rounds;
+    if (block.index.x - late_begin < late_count) block.held = late_rounds;
     block.warps.resize(threads / 32);
     for (Warp& w : block.warps) w.barrier.expected = 32;
     block.warpgroups.resize(threads / 128);
     for (Barrier& group : block.warpgroups) group.expected = 128;
-    all.blocks.push_back(std::move(block));
+    block.cluster = &clusters[i / cluster_size];
+    block.cluster->blocks.push_back(&block);
+    block.cluster->barrier.expected = threads * cluster_size;
   }
-  cluster = &all;
   std::vector<std::unique_ptr<Fiber>> fibers;
-  for (Block& block : all.blocks)
+  for (Block& block : blocks)
     for (int thread = 0; thread < threads; thread++) {
       auto f = std::make_unique<Fiber>();
       f->thread.x = thread;
       f->index = block.index;
       f->shared_memory = block.memory.data();
+      f->word = &block.word;
       f->block = &block;
       f->stack = idle_stack();
       fibers.push_back(std::move(f));
@@ -682,8 +691,8 @@ void run_cluster(const std::vector<Index>& indices, int threads, int shared_byte
     const unsigned long before = events;
     std::shuffle(fibers.begin(), fibers.end(), random_bits);
     bool held = false;
-    for (Block& block : all.blocks) {
-      const bool falls_behind = all.blocks.size() > 1 && random_bits() % 16 == 0;
+    for (Block& block : blocks) {
+      const bool falls_behind = blocks.size() > 1 && random_bits() % 16 == 0;
       if (falls_behind) block.held = max(block.held, (int)(random_bits() % 20));
       held |= block.running > 0 && block.held-- > 0;
     }
@@ -705,7 +714,7 @@ void run_cluster(const std::vector<Index>& indices, int threads, int shared_byte
 
 }  // namespace
 
-const char* run(void (*of_a_thread)(), const int* grid, int threads, int cluster_size,
+const char* run(void (*of_a_thread)(), const int* grid, int threads, int cluster_size, int at_once,
                 int shared_bytes, int ranges, void** begins, const long long* sizes,
                 const int* is_late, unsigned seed) {
   body = of_a_thread;
@@ -719,17 +728,18 @@ const char* run(void (*of_a_thread)(), const int* grid, int threads, int cluster
     late.emplace_back(range, std::vector<char>(range.begin, range.begin + range.size));
   }
   for (auto& [range, bytes] : late) std::memset((char*)range.begin, 0xff, range.size);
-  std::vector<std::vector<Index>> clusters;
+  const int count = std::max(at_once, cluster_size);
+  std::vector<std::vector<Index>> groups;
   for (int z = 0; z < grid[2]; z++)
     for (int y = 0; y < grid[1]; y++)
-      for (int x = 0; x < grid[0]; x += cluster_size) {
-        clusters.emplace_back();
-        for (int i = 0; i < cluster_size; i++)
-          clusters.back().push_back(Index{(unsigned)(x + i), (unsigned)y, (unsigned)z});
+      for (int x = 0; x < grid[0]; x += count) {
+        groups.emplace_back();
+        for (int i = 0; i < count; i++)
+          groups.back().push_back(Index{(unsigned)(x + i), (unsigned)y, (unsigned)z});
       }
-  std::shuffle(clusters.begin(), clusters.end(), random_bits);
-  for (const auto& indices : clusters) {
-    run_cluster(indices, threads, shared_bytes);
+  std::shuffle(groups.begin(), groups.end(), random_bits);
+  for (const auto& indices : groups) {
+    run_clusters(indices, cluster_size, threads, shared_bytes);
     if (!error.empty()) return error.c_str();
   }
   return nullptr;

@@ -8,7 +8,6 @@
 #define __grid_constant__
 #define __cluster_dims__(x, y, z)
 #define __align__(bytes) __attribute__((aligned(bytes)))
-#define __shared__ static
 
 struct float2 {
   float x, y;
@@ -29,6 +28,7 @@ struct Index {
 struct Place {
   Index thread, index;  // its own, and its block's
   char* shared_memory;
+  unsigned* word;
 };
 extern Place* place;  // of the one that runs
 }  // namespace emulator
@@ -66,10 +66,11 @@ void send(u32 into, const void* value, u32 size, u32 barrier);
 char* shared_at(u32 at, u32 size);
 void publish(void* at, const void* value, size_t size);
 
-// Runs `body` in each thread of a grid, in clusters of blocks next to each other in x. It may touch
-// `ranges` ranges of memory, of which those with `is_late` are still being written.
-const char* run(void (*body)(), const int* grid, int threads, int cluster_size, int shared_bytes,
-                int ranges, void** begins, const long long* sizes, const int* is_late,
+// Runs `body` in each thread of a grid, in clusters of blocks next to each other in x; as many as have
+// `at_once` blocks run at once, or one. It may touch `ranges` ranges of memory, of which those with `is_late`
+// are still being written.
+const char* run(void (*body)(), const int* grid, int threads, int cluster_size, int at_once,
+                int shared_bytes, int ranges, void** begins, const long long* sizes, const int* is_late,
                 unsigned seed);
 
 // The blocks of a rank wait until all of them are here.
@@ -219,6 +220,7 @@ inline void poll_peer(const u64* at, u64& a, u64& b) {
   emulator::checked((const Vec*)at);
   a = at[0], b = at[1];
 }
+inline u64 poll_peer(const u64* at) { return *emulator::checked(at); }
 inline Vec poll_peer(const u32* at) { return *emulator::checked((const Vec*)at); }
 void wait_a_little();
 

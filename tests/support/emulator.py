@@ -60,12 +60,16 @@ _RUNTIME_OPTIONS = (
 FOLDER = "EMULATED_KERNELS"
 """The environment variable with the folder of what is built, where processes share it."""
 _SHARED = re.compile(r"extern __shared__ __align__\([^)]+\) char shared\[\];")
+_STATIC = re.compile(r"__shared__ u32 (\w+);")
+"""A word of a block. A kernel has one at most."""
 _CLUSTER = {
-    "embed": "1", "embed_share": "1", "sample": "C", "moe_row": "CTAS", "moe_widened": "1",
-    "peer_sum": "CTAS * RANKS", "peer_best": "CTAS * RANKS", "peer_rows": "CTAS * RANKS",
-    "mailbox": "1",
+    "embed": "1", "embed_share": "1", "sample": "C", "moe_row": "1", "moe_widened": "1",
+    "peer_sum": "1", "peer_best": "1", "peer_rows": "1", "mailbox": "1",
 }  # fmt: skip
-"""CTAs of a cluster, where that is not ``CLUSTER``; or that wait for each other."""
+"""CTAs of a cluster, where that is not ``CLUSTER``."""
+_ALL_WAIT = {"moe_row", "peer_sum", "peer_best", "peer_rows"}
+"""Kernels all of whose CTAs run at once, since they wait for each other; so do those of GEMMs that
+sum over ranks."""
 _WRITTEN_BEFORE = {
     "skinny_gemm_mma": ("x", "stats_in", "residual", "launches"),
     "skinny_gemm_wgmma": ("x_map", "stats_in", "input_scale", "residual", "launches"),
@@ -73,7 +77,16 @@ _WRITTEN_BEFORE = {
     "embed": ("token_ids", "position_ids"),
     "embed_share": ("token_ids", "position_ids"),
     "sample": (0,),
-    "moe_row": ("x", "stats_in", "live", "launches", "logits", "activated", "residual"),
+    "moe_row": (
+        "x",
+        "stats_in",
+        "live",
+        "launches",
+        "logits",
+        "activated",
+        "residual",
+        "rank_launches",
+    ),
     "moe_widened": ("x", "experts", "bits", "found", "ids", "weights"),
     "peer_sum": ("partial", "received", "launches", "hidden"),
     "peer_best": ("packed", "received", "launches"),
@@ -83,8 +96,8 @@ _WRITTEN_BEFORE = {
 """Arguments that the kernel in front writes."""
 _OF_SECOND_LAYERS = ("x",)
 """The first layers' launch waits for the router before it lets the second layers' begin."""
-_RANKS = {"peer_sum": "RANKS", "peer_best": "RANKS", "peer_rows": "RANKS"}
-"""The macro with the number of ranks, where their launches wait for each other."""
+_RANKS = {"peer_sum", "peer_best", "peer_rows"}
+"""Kernels whose launches on several ranks wait for each other; so do those with ``SUMS``."""
 LATE_ROUNDS = 2000
 """Turns of all threads before a late rank begins; on time it has at most 20 to wait."""
 SM_COUNT = 132
@@ -101,7 +114,9 @@ class EmulatedKernel:
         self._late = () if defines.get("SENT") else _WRITTEN_BEFORE[source]
         if source == "moe_widened" and defines["DOWN"]:
             self._late = _OF_SECOND_LAYERS
-        self._ranks = defines[_RANKS[source]] if source in _RANKS else 1
+        sums = bool(defines.get("SUMS"))
+        self._ranks = defines["RANKS"] if source in _RANKS or sums else 1
+        self._all_wait = sums or source in _ALL_WAIT
         self.in_a_row = 1
         """Launches of each rank that run one after the other, at each rank's own pace."""
         self.late_rank: int | None = None
@@ -111,6 +126,10 @@ class EmulatedKernel:
         self._library.run.restype = ctypes.c_char_p
         self.shared_bytes = ctypes.c_int.in_dll(self._library, "shared_bytes").value
         self.threads = ctypes.c_int.in_dll(self._library, "threads").value
+
+    def runs_at_once(self, ctas: int) -> bool:
+        """There is room for any grid."""
+        return True
 
     def launch(self, grid: tuple[int, int, int], *arguments: Any) -> None:
         """Run it; a kernel of several ranks runs when all have launched it, one after the other.
@@ -144,6 +163,7 @@ class EmulatedKernel:
             (ctypes.c_void_p * len(values))(*addresses),
             (ctypes.c_int * 3)(x * self._ranks, *others),
             ctypes.c_uint(x),
+            ctypes.c_int(x * self._ranks if self._all_wait else 0),
             ctypes.c_uint(self.in_a_row),
             count,
             (ctypes.c_void_p * count)(*ranges),
@@ -233,18 +253,20 @@ def source_text(source: str) -> str:
     """C++ that means what the kernel's source means, with an entry point ``run``."""
     rest = (cuda.SOURCES / "include" / "arithmetic.cuh").read_text() + cuda.own_text(source)
     assert rest.count("asm") == 0, "inline assembly belongs into intrinsics.cuh"
+    rest = _STATIC.sub(r"u32& \1 = *emulator::place->word;", rest)
     text = _intrinsics() + _SHARED.sub("", rest)
     cluster = _CLUSTER.get(source, "CLUSTER")
     return (
         text
         + f"""
 extern "C" const int threads = THREADS;
-extern "C" const char* run(void** values, const int* grid, unsigned width, unsigned launches,
-                           int ranges, void** begins, const long long* sizes, const int* is_late,
-                           unsigned seed) {{
+extern "C" const char* run(void** values, const int* grid, unsigned width, int at_once,
+                           unsigned launches, int ranges, void** begins,
+                           const long long* sizes, const int* is_late, unsigned seed) {{
   return [&]<typename... A>(void (*kernel)(A...)) {{
     return emulator::launch(kernel, values, width, launches, std::index_sequence_for<A...>(), grid,
-                            THREADS, {cluster}, shared_bytes, ranges, begins, sizes, is_late, seed);
+                            THREADS, {cluster}, at_once, shared_bytes, ranges, begins, sizes,
+                            is_late, seed);
   }}({source});
 }}
 """

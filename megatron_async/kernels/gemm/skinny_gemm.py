@@ -14,6 +14,7 @@ from megatron_async.kernels.compile import (
     E4m3,
     Fp32,
     Int32,
+    Int64,
     Kernel,
     TensorMap,
     kernel,
@@ -166,27 +167,43 @@ class SendingArguments(NamedTuple):
     """Parameters ``SENDING`` of either, behind the others; those of ``ranks/peers.py`` follow."""
 
     place: int
+    received: Int64
     launches: Int32
 
 
 class Sending(NamedTuple):
     """Where a GEMM sends its output, in place of storing it: to the memory of all ranks of a group,
-    see ``peer_sum.cu``."""
+    see ``peer_sum.cu``.
+
+    Args:
+        sums: with epilogue ``ADD``, it waits for what the others send, and adds up over all ranks;
+            with ``STORE`` another kernel does. All its CTAs must run at once
+            (``device/waiting_grids.py``).
+    """
 
     memory: tuple[Tensor, ...]
     place: int
     launches: Tensor
     capacity: int
+    sums: bool = False
+
+    def takes(self, config: TileConfig, n: int) -> bool:
+        """Whether a GEMM of ``n`` columns with such a tile config can sum."""
+        return not config.persistent and config.ctas(n) <= len(self.launches)
 
     @property
     def macros(self) -> dict[str, int]:
         """The macros of the kernel."""
-        return {"SENDS": 1, "RANKS": len(self.memory), "CAPACITY": self.capacity}
+        return {
+            "SUMS" if self.sums else "SENDS": 1, "RANKS": len(self.memory),
+            "CAPACITY": self.capacity, "LAUNCHES": len(self.launches),
+        }  # fmt: skip
 
     @property
     def arguments(self) -> tuple[SendingArguments, Peers]:
         """The kernel's, behind the others."""
-        return SendingArguments(self.place, self.launches), Peers.of(self.memory)
+        received = self.memory[self.place]
+        return SendingArguments(self.place, received, self.launches), Peers.of(self.memory)
 
 
 class SkinnyGemm:
@@ -197,12 +214,16 @@ class SkinnyGemm:
         rows: of x at most, see :func:`padded`.
         norm, norm_statistics: of the input, and the norm (``RMS_NORM``, ``LAYER_NORM``) that
             reads the statistics which epilogue ``ADD`` writes.
-        sends: with epilogue ``STORE``, where the output goes; None for ``out``.
+        sends: with epilogue ``STORE``, where the output goes, or with ``ADD``, over whose memory it
+            is summed; None for ``out`` of one rank.
         scale_columns: 0 for bfloat16 weights; of e4m3 weights, columns that share a scale in a
             row: 32, 64, 128 or ``k``.
         e4m3_inputs: x is e4m3 as well, with a scale for each row; of weights that have such alone.
         rounded: with epilogue ``SILU_GATE``, both halves are rounded to bfloat16 first, and SiLU
             has the bits of ``norm/swiglu.py``.
+
+    Attributes:
+        runs_at_once: it sums over no ranks, or the GPU has room for all its CTAs at once.
     """
 
     def __init__(
@@ -234,6 +255,7 @@ class SkinnyGemm:
             by_threads = 2048 // self.kernel.threads
             ctas = min(ctas, sm_count * min(resident, by_threads, 2))
         self._grid = (ctas, 1, 1)
+        self.runs_at_once = sends is None or not sends.sums or self.kernel.runs_at_once(ctas)
         self._workspace: Tensor | None = None
         self._arrivals: Tensor | None = None
         if config.workspace:
@@ -268,7 +290,7 @@ class SkinnyGemm:
         Args:
             norm: (weight, bias, epsilon); for RMSNorm ``x`` is multiplied by the weight already.
             statistics: fp32 ``[M, tiles, 2]``, those of x (without the weight).
-            out: None where the output is sent.
+            out: None where the output is sent, and not summed.
             residual: ``[M, N]`` that epilogue ``ADD`` adds; may be ``out``.
             scaled: with epilogue ``ADD`` before RMSNorm, its weight ``[N]`` and where ``out`` times
                 that goes, ``[M, N]``.

@@ -193,10 +193,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   }
 
   wait_for_predecessor();
-#if SENDS
-#include "skinny_gemm_send.cuh"
-#else
+#if !SENDS
   release_successor();
+#endif
+#if SENDS || SUMS
+#include "skinny_gemm_send.cuh"
 #endif
 
   // --- x ---------------------------------------------------------------------------------------

@@ -260,6 +260,11 @@ __device__ __forceinline__ void publish_to_peer(u64* at, u64 a) {
 __device__ __forceinline__ void poll_peer(const u64* at, u64& a, u64& b) {
   asm volatile("ld.relaxed.sys.global.v2.u64 {%0,%1}, [%2];" : "=l"(a), "=l"(b) : "l"(at) : "memory");
 }
+__device__ __forceinline__ u64 poll_peer(const u64* at) {
+  u64 v;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(at) : "memory");
+  return v;
+}
 // Four words of four bytes, each of which is there as a whole.
 __device__ __forceinline__ void publish_to_peer(u32* at, Vec v) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(at), "r"(v.x), "r"(v.y),

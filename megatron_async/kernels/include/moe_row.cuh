@@ -42,6 +42,15 @@ typedef u16 Weight;
 #define WARP_COLUMNS (TILE / WARPS)
 #define POLLS 4  // of activations on their way at once
 
+#ifndef SUMS
+#define SUMS 0
+#endif
+#if SUMS
+#define SUMMING , int own_rank, const u64 *received, u32 *rank_launches, PEERS
+#else
+#define SUMMING
+#endif
+
 #define ROUTES (PHASES & 1)
 #define GOES_UP (PHASES & 2)
 #define GOES_DOWN (PHASES & 4)
@@ -67,6 +76,7 @@ static_assert(H % 16 == 0 && INNER % 16 == 0 && H % TILE == 0, "shape");
 static_assert(ROWS <= WARPS && ROWS * TILE <= THREADS && SLOTS <= 32 && GROUPS <= 32, "a lane for each");
 static_assert(TILE % WARPS == 0 && (TILE == 8 || TILE == 16), "columns of a warp");
 static_assert(LOADS % (1 + GATED) == 0, "loads of a step");
+static_assert(!SUMS || PHASES == 7, "what waits for other ranks");
 
 extern "C" __device__ const int shared_bytes = SHARED_BYTES > MIN_SHARED ? SHARED_BYTES : MIN_SHARED;
 

@@ -17,7 +17,46 @@ struct DownPlace {
   __device__ __forceinline__ int in_tile() const { return column * WARPS + (int)threadIdx.x / 32; }
 };
 
+#if SUMS
+// The sum of an element over all ranks, in their order: each rank's is rounded, and sent to all others.
+struct RankSum {
+  int place;
+  u32 number;  // of the launch
+  const u64* received;
+  u64* to[8];
+
+  __device__ __forceinline__ size_t word(int sender, int element) const {
+    return ((size_t)(number & 1) * RANKS + sender) * SENT_WORDS + element;
+  }
+  __device__ __forceinline__ void send(int element, u16 own) const {
+#pragma unroll
+    for (int peer = 0; peer < RANKS; peer++)
+      if (peer != place) publish_to_peer(to[peer] + word(place, element), peer_word(own, number));
+  }
+  __device__ __forceinline__ float receive(int element, u16 own) const {
+    u64 got[RANKS];
+    bool is_missing = true;
+    while (is_missing) {
+      is_missing = false;
+#pragma unroll
+      for (int from = 0; from < RANKS; from++) {
+        got[from] = from == place ? peer_word(own, number) : poll_peer(received + word(from, element));
+        is_missing |= !is_of(got[from], number);
+      }
+      if (is_missing) wait_a_little();
+    }
+    float sum = 0.f;
+#pragma unroll
+    for (int from = 0; from < RANKS; from++) sum += widen((u16)got[from]);
+    return sum;
+  }
+};
+#endif
+
 struct Down {
+#if SUMS
+  RankSum ranks;
+#endif
   const u16 *b2, *residual, *next_weight;
   u16 *out, *scaled;
   float2* stats_out;
@@ -27,6 +66,13 @@ struct Down {
 #endif
   DownPlace at, ahead;
   float sum = 0.f, added = 0.f, weight = 0.f;  // `added` and `weight` are of this thread's element
+#if SUMS
+  float stream = 0.f;  // of it, the residual; `added` is what this rank adds to its own sums
+  // Of the element of the tile before, whose sums were sent.
+  int sent_tile = -1;
+  float sent_stream = 0.f, sent_weight = 0.f;
+  u16 sent_own = 0;
+#endif
   u32 parity = 0;
 
   __device__ __forceinline__ float* totals() const {
@@ -82,7 +128,11 @@ struct Down {
   __device__ __forceinline__ void prepare(int tile) {
     const int row = threadIdx.x / TILE, column = tile * TILE + threadIdx.x % TILE;
     if (row >= ROWS || tile >= TILES) return;
+#if SUMS
+    added = 0.f, stream = widen(load_l2(residual + row * H + column));
+#else
     added = residual ? widen(load_l2(residual + row * H + column)) : 0.f;
+#endif
     if (next_weight) weight = widen(next_weight[column]);
     if (!b2) return;
     for (int place = 0; place < live; place++)
@@ -93,27 +143,48 @@ struct Down {
         }
   }
 
+  // Puts this thread's element of a tile into the stream, with the tile's statistics; of the first warps.
+  __device__ __forceinline__ void put(int tile, float v, float weight) {
+    const int row = threadIdx.x / TILE, column = threadIdx.x % TILE;
+    const bool is_own = row < ROWS;
+    const u16 rounded = narrow(v);
+    v = widen(rounded);
+    const size_t element = (size_t)row * H + tile * TILE + column;
+    if (is_own) out[element] = rounded;
+    if (stats_out) {
+      const float mean = next_weight ? 0.f : sum_of_warp(v, TILE) / (float)TILE;
+      const float square = sum_of_warp((v - mean) * (v - mean), TILE);
+      if (is_own && next_weight) scaled[element] = narrow(v * weight);
+      if (is_own && column == 0) stats_out[row * TILES + tile] = make_float2(mean, square);
+    }
+  }
+
   // All warps have put their columns' totals of a tile down.
   __device__ __forceinline__ void finish(int tile) {
     __syncthreads();
     const int row = threadIdx.x / TILE, column = threadIdx.x % TILE;
     if (threadIdx.x < (ROWS * TILE + 31) / 32 * 32) {
-      const bool is_own = row < ROWS;
-      float v = is_own ? totals()[row * TILE + column] + added : 0.f;
-      const u16 rounded = narrow(v);
-      v = widen(rounded);
-      const size_t element = (size_t)row * H + tile * TILE + column;
-      if (is_own) out[element] = rounded;
-      if (stats_out) {
-        const float mean = next_weight ? 0.f : sum_of_warp(v, TILE) / (float)TILE;
-        const float square = sum_of_warp((v - mean) * (v - mean), TILE);
-        if (is_own && next_weight) scaled[element] = narrow(v * weight);
-        if (is_own && column == 0) stats_out[row * TILES + tile] = make_float2(mean, square);
-      }
+      const float v = row < ROWS ? totals()[row * TILE + column] + added : 0.f;
+#if SUMS
+      if (row < ROWS) ranks.send(row * H + tile * TILE + column, narrow(v));
+      add_up();
+      sent_tile = tile, sent_own = narrow(v), sent_stream = stream, sent_weight = weight;
+#else
+      put(tile, v, weight);
+#endif
     }
     prepare(tile + CTAS);
     parity ^= 1;
   }
+
+#if SUMS
+  // What was sent last, with what the other ranks have sent of it.
+  __device__ __forceinline__ void add_up() {
+    const int row = threadIdx.x / TILE, element = row * H + sent_tile * TILE + threadIdx.x % TILE;
+    if (sent_tile < 0) return;
+    put(sent_tile, row < ROWS ? ranks.receive(element, sent_own) + sent_stream : 0.f, sent_weight);
+  }
+#endif
 
   __device__ __forceinline__ void run(const u32* activated, u32 launch) {
     at.tile = ahead.tile = blockIdx.x;
@@ -134,6 +205,9 @@ struct Down {
         use(b);
         load(b);
       }
+#if SUMS
+    if (threadIdx.x < (ROWS * TILE + 31) / 32 * 32) add_up();
+#endif
   }
 
   // Those of live rows into shared memory.

@@ -14,7 +14,10 @@
 //             in which each CTA owns OWN fragments (16 rows of W by 8 of x) and is sent its peers' sums
 //             of them; with WORKSPACE 1 through global memory, by whichever CTA comes last
 //   SENDS     1: of EPILOGUE 0, the output is a rank's partial sums, and goes to all RANKS ranks' memory,
-//             its own too, for peer_sum.cu with SENT; `out` is not written. CAPACITY as there
+//             its own too, for peer_sum.cu with SENT; `out` is not written. CAPACITY, LAUNCHES as there
+//   SUMS      1: of EPILOGUE 1, the product is a rank's partial sums: each CTA sends those of its tile to all
+//             RANKS ranks, waits for theirs of the same tile, and adds up in the order of ranks, with the bits
+//             of peer_sum.cu. All CTAs of the grid run at once, on each rank
 //   OWN       fragments that a CTA of a cluster finishes, if it finishes any
 //   W8        1: W is e4m3, a byte each, and weight_scale fp32 [N, K / SCALE_COLUMNS]; the product is that
 //             of each row and of each SCALE_COLUMNS columns, in fp32, times its scale. K of them: a scale
@@ -48,8 +51,11 @@
 #ifndef SENDS
 #define SENDS 0
 #endif
-#if SENDS
-#define SENDING , int place, const u32 *launches, PEERS
+#ifndef SUMS
+#define SUMS 0
+#endif
+#if SENDS || SUMS
+#define SENDING , int place, const u64 *received, u32 *launches, PEERS
 #else
 #define SENDING
 #endif
@@ -106,6 +112,7 @@ static_assert(TILES % STAT_TILES == 0 && OWN % STAT_TILES == 0, "statistics");
 static_assert(!PERSISTENT || (WK * SPLIT_K == 1 && EPILOGUE != 1), "a persistent CTA keeps its ring busy");
 static_assert(!ROUNDED || GATED, "what is rounded on its way");
 static_assert(!SENDS || (EPILOGUE == 0 && N % 16 == 0), "what is sent");
+static_assert(!SUMS || (EPILOGUE == 1 && NORM == 0 && N % 16 == 0), "what is summed over ranks");
 static_assert(!X8 || (SCALES_ROWS && NORM == 0), "x is multiplied as it is, and sums are scaled");
 static_assert(!WORKSPACE || WK == 1, "partial sums in the workspace are of whole CTAs");
 
@@ -123,6 +130,10 @@ __device__ __forceinline__ float activate(float v) {
   return v;
 #endif
 }
+
+#if SENDS || SUMS
+#include "peer_words.cuh"
+#endif
 
 #if ROUNDED
 __device__ __forceinline__ float as_stored(float v) { return low(pack(v, 0.f)); }

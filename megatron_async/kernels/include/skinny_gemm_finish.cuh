@@ -3,6 +3,7 @@
 
   // One fragment: row m = 8 * mt + g of the output, columns 2t, 2t + 1 of the upper and of the lower half
   // of `row_tile`. `own` is where its statistics go, `before` its residual, `by` the scales of its rows of W.
+  // With SUMS `v` has been scaled, and summed over all ranks.
 #if SCALES_EARLY
   auto finish = [&](int row_tile, int mt, int own, float (&v)[4], u32 (&before)[2], float (&by)[4]) {
 #else
@@ -13,15 +14,9 @@
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       int column = min(n + j % 2 + j / 2 * (GATED ? N / 2 : 8), N - 1);
-#if X8
-      v[j] *= scale[m].y;
+#if !SUMS
+#include "skinny_gemm_scale.cuh"
 #endif
-#if SCALES_EARLY
-      v[j] *= by[j];
-#elif SCALES_ROWS
-      v[j] *= weight_scale[column];
-#endif
-      if (NORM == 1) v[j] *= scale[m].y;
       if (bias != nullptr) v[j] += widen(bias[column]);
     }
 #if EPILOGUE == 1

@@ -2,6 +2,9 @@
   // and finishes the output. Uses all that the other parts declare, and warp, lane, rank, wk, tile, base,
   // ring, take, workspace and arrivals. It returns from the kernel.
 
+#if SUMS
+  u32 sent[PER_WARP][2];  // this rank's partial sums of what this warp finishes
+#endif
   // Where an owner is sent a partial sum: its fragment's number, the CTA and the warp it comes from.
   auto part_at = [&](int own, int c, int k) {
     return ((own * CLUSTER + c) * WK + k) * 512 + lane * 16;
@@ -25,6 +28,9 @@
       if (before == SPLIT_K - 1) arrivals[tile] = 0;  // for the next launch
     }
     __syncthreads();
+#if SUMS
+    if (before != SPLIT_K - 1) count_launch(launches, number);
+#endif
     if (before != SPLIT_K - 1) return;
     if (LATE_RESIDUAL) load_residual();
 #endif
@@ -46,8 +52,12 @@
           sum.x += part[c].x, sum.y += part[c].y, sum.z += part[c].z, sum.w += part[c].w;
         v[0] = sum.x, v[1] = sum.y, v[2] = sum.z, v[3] = sum.w;
 #endif
+#if SUMS
+        send_sums(tile * TILES + warp_tile(r), mt, v, sent[mt * WARP_TILES + r] BY_ROW(r));
+#else
         finish(tile * TILES + warp_tile(r), mt, mt * TILES + warp_tile(r), v,
                kept[EPILOGUE == 1 ? mt * WARP_TILES + r : 0] BY_ROW(r));
+#endif
       }
   } else {
     // Fragment f of this warp's slice of K: to the CTA that owns it, or into this warp's own ring.
@@ -71,6 +81,12 @@
         }
       }
     if (CLUSTER == 1) __syncthreads();
+#if SUMS
+    if (rank >= OWNERS) {
+      __syncthreads();
+      count_launch(launches, number);
+    }
+#endif
     if (rank >= OWNERS) return;
     if (CLUSTER > 1) await_sent(base + ALL_SENT_AT, 0);
 #pragma unroll
@@ -89,12 +105,22 @@
           const float4 part = floats(load_shared(base + at));
           v[0] += part.x, v[1] += part.y, v[2] += part.z, v[3] += part.w;
         }
+#if SUMS
+      send_sums(tile * TILES + rt, mt, v, sent[i] BY_ROW(i));
+#else
       finish(tile * TILES + rt, mt, own, v, kept[EPILOGUE == 1 ? i : 0] BY_ROW(i));
+#endif
     }
   }
+#if SUMS
+#include "skinny_gemm_sum.cuh"
+#endif
 
 #if EPILOGUE == 1
   __syncthreads();
+#if SUMS
+  count_launch(launches, number);
+#endif
   const float2* stats = (const float2*)(shared + STATS_AT);
   for (int i = threadIdx.x; i < OWN / STAT_TILES * 8; i += THREADS) {
     int f = (WORKSPACE ? 0 : rank) * OWN + i / 8 * STAT_TILES, m = f / TILES * 8 + i % 8;

@@ -11,6 +11,7 @@ in bfloat16 for many rows (``widened/``).
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -42,6 +43,9 @@ from megatron_async.kernels.moe.tiles import (
 from megatron_async.kernels.moe.widened import experts as widened
 from megatron_async.kernels.pdl import uses_pdl
 from megatron_async.kernels.shared_memory import block_limit
+
+if TYPE_CHECKING:
+    from megatron_async.kernels.gemm.skinny_gemm import Sending
 
 logger = logging.getLogger(__name__)
 
@@ -195,6 +199,7 @@ class MoeDecode:
         statistics_out: Tensor | None = None,
         scaled: tuple[Tensor, Tensor] | None = None,
         one_launch: bool = False,
+        sums: Sending | None = None,
     ) -> None:
         """``out = experts(norm(hidden)) + residual``, for up to :data:`MAX_ROWS` rows.
 
@@ -210,6 +215,8 @@ class MoeDecode:
                 goes.
             one_launch: the kernel of a few rows may wait for its own CTAs, see
                 ``device/waiting_grids.py``.
+            sums: over the ranks that have a share of each expert, where :meth:`sums_over_ranks`;
+                they sum what each has, but for the residual. All call it alike.
         """
         rows = hidden.shape[0]
         few = self._of_few(rows)
@@ -217,19 +224,26 @@ class MoeDecode:
             found = row.Found(self.ids[:rows], self.weights[:rows], self.count)
             few(
                 weights, hidden, statistics, eps, out, found, live=live, residual=residual,
-                statistics_out=statistics_out, scaled=scaled, one_launch=one_launch,
+                statistics_out=statistics_out, scaled=scaled, one_launch=one_launch, sums=sums,
             )  # fmt: skip
             return
+        assert sums is None
         self.route(weights, hidden, statistics, eps, live)
         self.up(weights, rows)
         self.down(weights, out, residual, statistics_out, scaled)
 
-    def work(self, rows: int, *, gate: bool, one_launch: bool) -> list[tuple[str, dict[str, int]]]:
+    def sums_over_ranks(self, rows: int) -> bool:
+        """Whether the kernel that computes ``rows`` rows in one launch can sum over ranks."""
+        return self._of_few(rows) is not None
+
+    def work(
+        self, rows: int, *, gate: bool, one_launch: bool, sums: Sending | None = None
+    ) -> list[tuple[str, dict[str, int]]]:
         """Return the CUDA kernels of a step of ``rows`` rows, for
         :func:`~.compile.compile_together`; Triton compiles at the first call."""
         few = self._of_few(rows)
         if few is not None:
-            return few.work(rows, gate=gate, one_launch=one_launch)
+            return few.work(rows, gate=gate, one_launch=one_launch, sums=sums)
         of_rows = self._widened_of(rows)
         return [] if of_rows is None or rows > MAX_ROWS else of_rows.work(rows)
 

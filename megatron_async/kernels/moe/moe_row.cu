@@ -15,7 +15,10 @@
 //   W8         1: the experts' weights are e4m3, with fp32 scales for UP_COLUMNS and DOWN_COLUMNS of a row, of
 //              the shared experts' for SHARED_UP_COLUMNS and SHARED_DOWN_COLUMNS
 //   W4         1: they are MXFP4, packed, with a byte for the scale of 32 of a row; else bfloat16
+//   SUMS       1: `out` is summed over RANKS ranks, each of which has a share of every expert; see peer_sum.cu
 //   MIN_SHARED bytes of shared memory to take at least: more than half keeps two CTAs off one SM
+//
+// With SUMS each CTA sends what it has of a tile to the other ranks, and waits for theirs, at the end.
 //
 // There is no barrier of the grid. Each logit, and then each activation, is published in a word together
 // with the number of the launch, and who needs it reads the word until the number is right (as NCCL's
@@ -25,6 +28,9 @@
 // activations, so every CTA whose logits or activations count has read its input.
 
 #include "moe_row.cuh"
+#if SUMS
+#include "peer_words.cuh"
+#endif
 #include "moe_row_router.cuh"
 #include "moe_row_choice.cuh"
 #if W8
@@ -45,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const Weight* shared_w1, const Weight* w2, const u16* b2, const Weight* shared_w2, float limit,
             float offset, u32* launches, u32* logits, u32* activated, u32* claims, u32* ids, float* weights,
             u32* found, const u16* residual, u16* out, float2* stats_out, const u16* next_weight,
-            u16* scaled SCALING) {
+            u16* scaled SCALING SUMMING) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   RouterWeights own;
   if (ROUTES || GOES_UP) own.load(norm_weight, norm_bias, router, gate);
@@ -56,6 +62,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   release_successor();
 
   const u32 launch = load_l2(launches + blockIdx.x) + 1;
+#if SUMS
+  const u32 number = next_launch(rank_launches + blockIdx.x);
+#endif
   // The launch before is over, and the next has not begun.
   if (GOES_UP && CLAIMED && blockIdx.x == 0 && threadIdx.x == 0) publish(claims + (launch + 1) % 2, 0u);
   i64 own_live = first_live;
@@ -110,11 +119,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     publish_dead_rows(activated, live_mask, launch);
   }
   if (GOES_DOWN) {
+#if SUMS
+    Down down{RankSum{own_rank, number, received, ALL_PEERS}, b2, residual, next_weight, out, scaled, stats_out, rows};
+#else
     Down down{b2, residual, next_weight, out, scaled, stats_out, rows};
+#endif
 #if W8 || W4
     down.scales = DownScales{w2_scale, shared_w2_scale};
 #endif
     down.run(activated, launch);
     if (threadIdx.x == 0) launches[blockIdx.x] = launch;
+#if SUMS
+    count_launch(rank_launches, number);
+#endif
   }
 }

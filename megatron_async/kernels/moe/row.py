@@ -16,9 +16,11 @@ from torch import Tensor
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.compile import Bf16, Fp32, Int32, Int64, kernel
 from megatron_async.kernels.moe.settings import SIGMOID
+from megatron_async.kernels.ranks.peers import Peers
 from megatron_async.kernels.shared_memory import HOPPER_BYTES, STATIC_BYTES, block_limit
 
 if TYPE_CHECKING:
+    from megatron_async.kernels.gemm.skinny_gemm import Sending
     from megatron_async.kernels.moe.shape import Live, MoeShape, MoeWeights
 
 SOURCE = "moe_row"
@@ -101,6 +103,15 @@ class PackedRowScales(NamedTuple):
     shared_w1_scale: Bytes | None
     w2_scale: Bytes
     shared_w2_scale: Bytes | None
+
+
+class RowSumming(NamedTuple):
+    """Further parameters of ``moe_row.cu`` with ``SUMS``, in order; those of ``ranks/peers.py``
+    follow."""
+
+    own_rank: int
+    received: Int64
+    rank_launches: Int32
 
 
 class Found(NamedTuple):
@@ -218,10 +229,13 @@ class MoeRow:
                 for rows in range(1, MOST_ROWS + 1)
             ]
 
-    def defines(self, rows: int, *, gate: bool, phases: int = 7) -> dict[str, int]:
+    def defines(
+        self, rows: int, *, gate: bool, phases: int = 7, sums: Sending | None = None
+    ) -> dict[str, int]:
         """Macros of ``moe_row.cu``."""
         shape, settings, activation = self._shape, self._shape.settings, self._shape.activation
-        return scale_macros(shape) | {
+        further = scale_macros(shape) | ({} if sums is None else sums.macros)
+        return further | {
             "H": shape.hidden, "INNER": shape.inner, "EXPERTS": settings.num_experts,
             "TOP_K": settings.top_k, "SHARED": shape.shared, "ROWS": rows, "CTAS": self._ctas,
             "PHASES": phases, "CENTER": int(shape.center), "GATE": int(gate),
@@ -235,10 +249,12 @@ class MoeRow:
             "MIN_SHARED": min(MIN_SHARED_BYTES, self._limit - STATIC_BYTES),
         }  # fmt: skip
 
-    def work(self, rows: int, *, gate: bool, one_launch: bool) -> list[tuple[str, dict[str, int]]]:
+    def work(
+        self, rows: int, *, gate: bool, one_launch: bool, sums: Sending | None = None
+    ) -> list[tuple[str, dict[str, int]]]:
         """Return source and macros of the launches for ``rows`` rows."""
         phases = (7,) if one_launch else (1, 2, 4)
-        return [(SOURCE, self.defines(rows, gate=gate, phases=each)) for each in phases]
+        return [(SOURCE, self.defines(rows, gate=gate, phases=each, sums=sums)) for each in phases]
 
     def __call__(
         self,
@@ -254,6 +270,7 @@ class MoeRow:
         statistics_out: Tensor | None = None,
         scaled: tuple[Tensor, Tensor] | None = None,
         one_launch: bool,
+        sums: Sending | None = None,
     ) -> None:
         """See :class:`~.decode.MoeDecode`."""
         rows, settings = hidden.shape[0], self._shape.settings
@@ -270,10 +287,13 @@ class MoeRow:
             found.weights, found.experts, residual, out,
             statistics_out, next_weight, scaled_out,
         )  # fmt: skip
-        scales: tuple[RowScales | PackedRowScales, ...] = ()
+        further: tuple[NamedTuple, ...] = ()
         if self._shape.weight_size is not None:
             record = PackedRowScales if self._shape.is_packed else RowScales
-            scales = (record(*(getattr(weights, name) for name in record._fields)),)
+            further = (record(*(getattr(weights, name) for name in record._fields)),)
+        if sums is not None:
+            summing = RowSumming(sums.place, sums.memory[sums.place], sums.launches)
+            further = (*further, summing, Peers.of(sums.memory))
         gate = weights.shared_gate is not None
-        for source, macros in self.work(rows, gate=gate, one_launch=one_launch):
-            kernel(source, macros, self._device).launch((self._ctas, 1, 1), arguments, *scales)
+        for source, macros in self.work(rows, gate=gate, one_launch=one_launch, sums=sums):
+            kernel(source, macros, self._device).launch((self._ctas, 1, 1), arguments, *further)

@@ -128,7 +128,7 @@ def _meet(group: Any, ranks: int, device: torch.device) -> PeerWords:
     if capacity:
         many = RowWords(rank, of_rows, launches(peer_rows.CTAS), capacity)
     best = PeerBest(rank, of_best)
-    return PeerWords(rank, of_sums, launches(peer_sum.CTAS), MOST_ELEMENTS, best, many)
+    return PeerWords(rank, of_sums, launches(peer_sum.LAUNCHES), MOST_ELEMENTS, best, many)
 
 
 def _memory_of_all(

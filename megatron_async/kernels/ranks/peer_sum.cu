@@ -9,7 +9,7 @@
 //              SENDS), and `partial` is not read. It may still run: then each word is waited for
 //   H          hidden size; MOST_ROWS of the step
 //   RANKS      of the group, on one host; their GPUs reach each other's memory
-//   CAPACITY   elements that a rank can send in a launch
+//   CAPACITY, LAUNCHES   see peer_words.cuh
 //   CTAS       of the grid, the same for all numbers of rows and on all ranks, all running at once
 //   TILE       elements of a partial statistic, 64, 128 or 256
 //   STATS      1 for RMSNorm, and the stream times the norm's weight goes to `scaled`, 2 for LayerNorm,
@@ -17,8 +17,8 @@
 //
 // There is no barrier, within a GPU or between them. Two elements travel in a word together with the
 // number of the launch, and who needs them reads the word until the number is right (as NCCL's LL
-// protocol). A CTA counts its launches itself, so graphs may replay in any order on one stream, the same
-// on all ranks.
+// protocol). Launches are counted on the device (peer_words.cuh), so graphs may replay in any order on one
+// stream, the same on all ranks.
 //
 // Words lie in two halves, which launches use in turns. A rank sends in launch n + 2 when its launch
 // n + 1 is over, so each peer had sent words in launch n + 1 (to this rank, or to the one that added up
@@ -28,13 +28,14 @@
 #define OWN ((MOST_ROWS * VECTORS + CTAS * THREADS - 1) / (CTAS * THREADS))  // of a thread
 #define TILES (H / TILE)
 #define LANES (TILE / 8)           // that share a partial statistic
-#define SENT_WORDS (CAPACITY / 2)  // of a rank, in each half
 
 static_assert(H % TILE == 0 && LANES <= 32 && 32 % LANES == 0, "tiles of a warp");
 static_assert(THREADS % 32 == 0 && CAPACITY % 256 == 0, "whole warps");
 static_assert(RANKS <= 8 && (MOST_ROWS * H + 255) / 256 * 256 <= CAPACITY, "room for all words");
 
 static_assert(!SENT || (STEPS == 1 && (MOST_ROWS + 7) / 8 * 8 * H <= CAPACITY), "room for eight rows");
+
+#include "peer_words.cuh"
 
 extern "C" __device__ const int shared_bytes = 0;
 
@@ -43,18 +44,16 @@ extern "C" __device__ const int shared_bytes = 0;
 __device__ __forceinline__ size_t word_of(u32 half, int sender, int vector) {
   return (size_t)(half * RANKS + sender) * SENT_WORDS + vector / 32 * 128 + vector % 32 * 2;
 }
-__device__ __forceinline__ u64 word(u32 pair, u32 launch) { return (u64)launch << 32 | pair; }
 __device__ __forceinline__ void send_words(u64* at, Vec v, u32 launch) {
-  publish_to_peer(at, word(v.x, launch), word(v.y, launch));
-  publish_to_peer(at + 64, word(v.z, launch), word(v.w, launch));
+  publish_to_peer(at, peer_word(v.x, launch), peer_word(v.y, launch));
+  publish_to_peer(at + 64, peer_word(v.z, launch), peer_word(v.w, launch));
 }
 __device__ __forceinline__ void read_words(const u64* at, u64 (&v)[4]) {
   poll_peer(at, v[0], v[1]);
   poll_peer(at + 64, v[2], v[3]);
 }
 __device__ __forceinline__ bool has_arrived(const u64 (&v)[4], u32 launch) {
-  return ((u32)(v[0] >> 32) == launch) & ((u32)(v[1] >> 32) == launch) &
-         ((u32)(v[2] >> 32) == launch) & ((u32)(v[3] >> 32) == launch);
+  return is_of(v[0], launch) & is_of(v[1], launch) & is_of(v[2], launch) & is_of(v[3], launch);
 }
 __device__ __forceinline__ void add(float (&sum)[8], u32 a, u32 b, u32 c, u32 d) {
   sum[0] += low(a), sum[1] += high(a), sum[2] += low(b), sum[3] += high(b);
@@ -145,8 +144,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (!SENT) wait_for_predecessor();
   release_successor();
 
-  u32 launch = load_l2(launches + blockIdx.x) + 1;
-  if (launch == 0) launch = 2;  // that of words which were never sent; halves go on in turns
+  const u32 launch = next_launch(launches + blockIdx.x);
   Vec own[OWN], residual[OWN];
 #pragma unroll
   for (int k = 0; k < OWN; k++)
@@ -210,5 +208,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (inside && threadIdx.x % LANES == 0) stats_out[vector / LANES] = make_float2(mean, square);
   }
   __syncthreads();  // all have read it
-  if (threadIdx.x == 0) launches[blockIdx.x] = launch;
+  count_launch(launches, launch);
 }

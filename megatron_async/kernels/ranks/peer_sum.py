@@ -24,6 +24,8 @@ CTAS, THREADS = 128, 128
 ONE_LATENCY_BYTES = 800_000
 """What a rank sends in the time that a second step adds, about 1.8 us at 450 GB/s: with more to
 save there are two steps. Not measured."""
+LAUNCHES = 1024
+"""Entries that count the launches, of grids of so many CTAs at most."""
 _TILES = (256, 128, 64)
 ALIGNMENT = 256
 """Elements of a warp."""
@@ -50,7 +52,8 @@ class PeerWords(NamedTuple):
     Args:
         rank: this one's place in the group.
         memory: int64 of each rank, as this one reaches it: of its own what it gets.
-        launches: int32, one for each CTA of the grid, which counts them.
+        launches: int32, one for each CTA of any grid that sends to the words, see
+            ``peer_words.cuh``.
         capacity: elements that a rank can send in a launch, see :func:`word_count`.
         best: finds the best of the same ranks; None where there are no words for it.
         of_rows: words of sums of many rows; None where there are none.
@@ -101,6 +104,7 @@ class PeerSum:
     Args:
         threads: of a CTA.
         steps: see :func:`steps`; None follows it.
+        ctas: of the grid, the same on all ranks; None for :data:`CTAS`.
 
     Attributes:
         words: what it was made with.
@@ -114,11 +118,12 @@ class PeerSum:
         device: torch.device,
         threads: int = THREADS,
         steps: int | None = None,
+        ctas: int | None = None,
     ) -> None:
         self.words = words
         self._hidden_size, self._device = hidden_size, device
         self._steps = steps
-        self._ctas, self._threads = len(words.launches), threads
+        self._ctas, self._threads = ctas or CTAS, threads
         self.statistic_rows = next(tile for tile in _TILES if hidden_size % tile == 0)
 
     def why_not(self, rows: int) -> str | None:
@@ -136,9 +141,9 @@ class PeerSum:
         count = self._steps or steps(self.words.ranks, rows * self._hidden_size)
         macros = {
             "H": self._hidden_size, "MOST_ROWS": rows, "RANKS": self.words.ranks,
-            "CAPACITY": self.words.capacity, "CTAS": self._ctas, "THREADS": self._threads,
-            "TILE": self.statistic_rows, "STATS": statistics, "STEPS": count,
-            "SENT": int(sent),
+            "CAPACITY": self.words.capacity, "LAUNCHES": len(self.words.launches),
+            "CTAS": self._ctas, "THREADS": self._threads, "TILE": self.statistic_rows,
+            "STATS": statistics, "STEPS": count, "SENT": int(sent),
         }  # fmt: skip
         return "peer_sum", macros
 

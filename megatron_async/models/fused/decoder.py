@@ -146,6 +146,7 @@ class FusedDecoder:
         sums = None
         if all_reduce is not None:
             sums = RankSums(all_reduce, words, model.config.hidden_size, device)
+        self._sums = sums
         self._places = self._places_of(model, device, sums, stages)
         self._chosen: dict[tuple[int, int], list[Runs] | None] = {}
 
@@ -241,6 +242,8 @@ class FusedDecoder:
     @property
     def has_waiting_grids(self) -> bool:
         """A kernel's CTAs may wait for each other, see ``device/waiting_grids.py``."""
+        if self._sums is not None and self._sums.reaches_peers:
+            return True
         blocks = (place.fused for place in self._places)
         return any(isinstance(block, MoeBlock) and block.has_waiting_grid for block in blocks)
 

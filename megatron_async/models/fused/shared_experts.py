@@ -72,16 +72,18 @@ class SharedExperts:
         self._fc1(residual, given, out)
         return out
 
-    def add(self, activated: Tensor, residual: Residual, reader: Norm | None) -> Tensor | None:
+    def add(
+        self, activated: Tensor, residual: Residual, reader: Norm | None, context: Any
+    ) -> Tensor | None:
         """Add the second linear layer to the stream; returns the statistics for the reader."""
-        return self._fc2(activated, residual, reader)
+        return self._fc2(activated, residual, reader, context)
 
     def statistic_rows(self, rows: int) -> int | None:
         """See :class:`~.blocks.linears.RowParallel`."""
         return self._fc2.statistic_rows(rows)
 
-    def work(self, rows: int, reader: Norm | None) -> Iterator[Work]:
+    def work(self, rows: int, reader: Norm | None, context: Any) -> Iterator[Work]:
         """What is compiled for padded ``rows``."""
         if self.why_not(rows) is None:
             yield from self._fc1.work(rows)
-            yield from self._fc2.work(rows, reader)
+            yield from self._fc2.work(rows, reader, context)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.gemm import skinny_gemm
 from megatron_async.kernels.gemm.skinny_gemm import Sending, SkinnyGemm
 from megatron_async.kernels.gemm.tile_choice import choose, deepest, find, short_list, spread
@@ -109,8 +110,9 @@ def _with(monkeypatch: pytest.MonkeyPatch, there: str, instead: str) -> None:
     )
 
 
+SCALED = "#if !SUMS\n" + (cuda.SOURCES / "include" / "skinny_gemm_scale.cuh").read_text()
 FAULTS = [
-    ("      v[j] *= scale[m].y;\n#endif\n#if SCALES_EARLY", "#endif\n#if SCALES_EARLY"),
+    (SCALED, SCALED.replace("v[j] *= scale[m].y;", "", 1)),
     ("+ min(m, M - 1)", "+ min(m / 2, M - 1)"),  # another token's scale
     ("                           k > 0);", "                           true);"),  # one part in all
     ("await_wgmma<MT * 8, 1>", "await_wgmma<MT * 8, 2>"),  # the part is not there yet

@@ -23,7 +23,7 @@ from megatron_async.kernels.gemm.skinny_gemm import (
     WgmmaInputsArguments,
 )
 from megatron_async.kernels.gemm.tile_config import NO_NORM, RMS_NORM, STORE, TileConfig
-from megatron_async.kernels.moe.row import PackedRowScales, RowArguments, RowScales
+from megatron_async.kernels.moe.row import PackedRowScales, RowArguments, RowScales, RowSumming
 from megatron_async.kernels.moe.widened.experts import WidenedArguments
 from megatron_async.kernels.norm.embed import EmbedArguments, EmbedShareArguments
 from megatron_async.kernels.ranks.mailbox import MailboxArguments
@@ -85,7 +85,9 @@ def parameters_of(
     text = text.replace(" SCALES", ", const float* scales" if e4m3 else "")
     text = text.replace(" SINK_LOGITS", ", const u16* sinks" if sinks else "")
     text = text.replace("KEPT*", "char*" if e4m3 else "u16*")
-    text = text.replace(" SENDING", ", int place, const u32* launches, PEERS" if sends else "")
+    sending = ", int place, const u64* received, u32* launches, PEERS" if sends else ""
+    summing = ", int own_rank, const u64* received, u32* rank_launches, PEERS" if sends else ""
+    text = text.replace(" SENDING", sending).replace(" SUMMING", summing)
     text = text.replace("PEERS", ", ".join(f"u64* to_{place}" for place in range(8)))
     for parameter in text.split(","):
         words = parameter.replace("*", " * ").split()
@@ -116,6 +118,13 @@ def test_gemms_that_send_have_more_behind_them(kernel: str) -> None:
     records = (RECORDS[kernel], SendingArguments, Peers)
     found = [field for each in records for field in fields(each)]
     assert found == parameters_of(kernel, sends=True)
+
+
+@pytest.mark.parametrize("e4m3", [False, True])
+def test_experts_that_sum_over_ranks_have_more_behind_them(e4m3: bool) -> None:
+    records = (RECORDS["moe_row"], *((RowScales,) if e4m3 else ()), RowSumming, Peers)
+    found = [field for each in records for field in fields(each)]
+    assert found == parameters_of("moe_row", sends=True, e4m3=e4m3)
 
 
 @pytest.mark.parametrize("sends", [False, True])

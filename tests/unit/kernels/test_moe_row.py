@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from megatron_async.kernels import trial
-from megatron_async.kernels.gemm.skinny_gemm import statistics_of
+from megatron_async.kernels.gemm.skinny_gemm import Sending, statistics_of
 from megatron_async.kernels.gemm.tile_config import RMS_NORM
 from megatron_async.kernels.moe import row
 from megatron_async.kernels.moe.mxfp4 import NOT_A_NUMBER
 from megatron_async.kernels.moe.reference import NO_EXPERT
+from megatron_async.kernels.ranks.peer_sum import LAUNCHES, word_count
 from megatron_async.models.fused.decoder import FusedDecoder
 from tests.support import emulator
 from tests.support.cuda_kernels import LIMIT, device, emulated, on_both, on_gpu, relative_error
@@ -213,6 +214,114 @@ def test_three_launches_are_the_one(device: torch.device, rows: int) -> None:
     one.one_launch = True
     for mine, other in zip(one.run(), changed, strict=True):
         assert torch.equal(mine, other)
+
+
+class RanksOfExperts:
+    """Ranks with a share of each expert, which have the same rows and routers."""
+
+    CAPACITY = 4096 * 8
+
+    def __init__(self, ranks: int, shape: Any, rows: int, device: torch.device, **options: Any):
+        ctas = CTAS if device.type == "cpu" else row.cuda.sm_count(0) // ranks
+        self.cases = [RowCase(shape, rows, device, **options) for _ in range(ranks)]
+        count = word_count(ranks, self.CAPACITY)
+        memory = tuple(torch.zeros(count, dtype=torch.int64, device=device) for _ in range(ranks))
+        self.sums = []
+        for rank, case in enumerate(self.cases):
+            case.kernels = MoeDecode(
+                case.shape, device, sm_count=ctas, one_kernel=True, widens=False
+            )
+            names = ["w1", "w2"] if rank else []  # the shares
+            names += ["b1", "b2"] if rank and options.get("bias") else []
+            for name in names:
+                weight = getattr(case.weights, name)
+                drawn = case.drawn(*weight.shape) / weight.shape[-1] ** 0.5
+                weight.copy_(drawn.to(weight.dtype))
+            launches = torch.zeros(LAUNCHES, dtype=torch.int32, device=device)
+            self.sums.append(Sending(memory, rank, launches, self.CAPACITY, sums=True))
+        self.streams: list[Any] = [None] * ranks
+        if device.type == "cuda":
+            self.streams = [torch.cuda.Stream() for _ in range(ranks)]
+            for case, sums in zip(self.cases, self.sums, strict=True):  # none is built meanwhile
+                gate = case.weights.shared_gate is not None
+                for source, macros in case.kernels.work(
+                    rows, gate=gate, one_launch=True, sums=sums
+                ):
+                    row.kernel(source, macros, device)
+
+    def partial(self, rank: int) -> Tensor:
+        """What a rank alone puts out, rounded."""
+        case = self.cases[rank]
+        covered = case.kernels.statistic_rows(case.rows)
+        out = torch.empty_like(case.hidden)
+        case.kernels(
+            case.weights, case.hidden, statistics_of(case.hidden, case.norm, covered), EPS, out,
+            live=case.live, one_launch=True,
+        )  # fmt: skip
+        return out
+
+    def run(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Of each rank the sum, its statistics, and the sum times the next norm's weight."""
+        found = []
+        if self.streams[0] is not None:
+            torch.cuda.synchronize()
+        for case, sums, stream in zip(self.cases, self.sums, self.streams, strict=True):
+            covered = case.kernels.statistic_rows(case.rows)
+            out, scaled = case.hidden.clone(), torch.zeros_like(case.hidden)
+            given = statistics_of(out, case.norm, 8)
+            statistics = given.new_zeros(case.rows, case.shape.hidden // covered, 2)
+            if stream is not None:
+                torch.cuda.synchronize()  # what is drawn is there, and nobody waits yet
+            found.append((case, sums, stream, given, out, statistics, scaled))
+        for case, sums, stream, given, out, statistics, scaled in found:
+            with torch.cuda.stream(stream):
+                case.kernels(
+                    case.weights, out, given, EPS, out, live=case.live, residual=out,
+                    statistics_out=statistics, one_launch=True, sums=sums,
+                    scaled=None if case.shape.center else (self.cases[0].next_weight, scaled),
+                )  # fmt: skip
+        if self.streams[0] is not None:
+            torch.cuda.synchronize()
+        return [each[-3:] for each in found]
+
+
+@on_both(
+    *("ranks", "shape", "rows", "options"),
+    gpu=[
+        (2, LARGE["qwen3-30b-a3b"], 1, {}),
+        (2, LARGE["gpt-oss"], 1, {"bias": True}),
+        (3, LARGE["qwen3-30b-a3b"], 4, {}),
+        (2, LARGE["gpt-oss"], 4, {"bias": True, "packed": True}),
+    ]
+    if HAS_TRITON
+    else [],
+    small=[
+        (2, *SMALL[0]),
+        (3, *SMALL[1]),
+        (2, *SMALL[2]),
+        (2, QWEN, 1, {"scale_columns": ScaleColumns(64, 32)}),
+    ]
+    if HAS_TRITON
+    else [],
+)
+def test_ranks_with_a_share_of_each_expert_sum_where_they_end(
+    device: torch.device, ranks: int, shape: Any, rows: int, options: dict[str, Any]
+) -> None:
+    group = RanksOfExperts(ranks, shape, rows, device, **options)
+    total = torch.zeros(rows, shape.hidden, device=device)
+    for rank in range(ranks):
+        total += group.partial(rank).float()
+    expected = (total + group.cases[0].hidden.float()).bfloat16()
+    norm, weight = group.cases[0].norm, group.cases[0].next_weight
+    for _ in range(3):
+        for out, statistics, scaled in group.run():
+            assert out.equal(expected)
+            covered = group.cases[0].kernels.statistic_rows(rows)
+            torch.testing.assert_close(
+                statistics, statistics_of(expected, norm, covered), rtol=1e-4, atol=1e-5
+            )
+            assert shape.center or scaled.equal(expected * weight)
+    assert all((each.launches == 3).all() for each in group.sums)
 
 
 def in_place(case: Any, hidden: Tensor, statistics: Tensor) -> None:

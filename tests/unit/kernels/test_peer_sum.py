@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from megatron_async.kernels.gemm.skinny_gemm import Sending, SkinnyGemm
-from megatron_async.kernels.gemm.tile_config import LAYER_NORM, NO_NORM, STORE, TileConfig, padded
+from megatron_async.kernels.gemm.tile_config import (
+    ADD,
+    LAYER_NORM,
+    NO_NORM,
+    RMS_NORM,
+    STORE,
+    TileConfig,
+    padded,
+)
 from megatron_async.kernels.ranks import peer_sum
 from megatron_async.kernels.ranks.peer_sum import PeerSum, PeerWords, word_count
 from tests.support import emulator
@@ -41,6 +49,7 @@ class Ranks:
         capacity: int,
         *,
         ctas: int = peer_sum.CTAS,
+        launches: int | None = None,
         threads: int = peer_sum.THREADS,
         steps: int | None = None,
     ) -> None:
@@ -50,12 +59,16 @@ class Ranks:
         self.sums = [
             PeerSum(
                 PeerWords(
-                    rank, memory, torch.zeros(ctas, dtype=torch.int32, device=device), capacity
+                    rank,
+                    memory,
+                    torch.zeros(launches or ctas, dtype=torch.int32, device=device),
+                    capacity,
                 ),
                 hidden,
                 device,
                 threads,
                 steps,
+                ctas,
             )
             for rank in range(ranks)
         ]
@@ -255,6 +268,121 @@ def test_what_gemms_have_sent_is_added_up(
         case.sent = True
         case.run()
         Case(group, stored, "rms" if n % 64 == 0 else None).run()
+
+
+class SummedCase(Case):
+    """One GEMM of each rank that sums where it ends. Its partial sums are those that it stores."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        rows: int,
+        norm: str | None,
+        k: int,
+        config: TileConfig,
+        *,
+        bias: bool = False,
+        scale_columns: int = 0,
+    ) -> None:
+        super().__init__(ranks, rows, norm, bias=bias)
+        self.statistics = []
+        self.gemms = []
+        statistics = RMS_NORM if norm == "rms" else LAYER_NORM
+        for rank, part in enumerate(self.partial):
+            words, device = ranks.sums[rank].words, ranks.device
+            sums = Sending(words.memory, rank, words.launches, words.capacity, sums=True)
+            assert ranks.sums[rank].takes_sent(padded(rows)) and sums.takes(config, ranks.hidden)
+            x = torch.randn(rows, k, device=device, dtype=torch.bfloat16)
+            weight = torch.randn(ranks.hidden, k, device=device, dtype=torch.bfloat16)
+            scale = None
+            if scale_columns:
+                weight = weight.to(torch.float8_e4m3fn)
+                scale = torch.rand(ranks.hidden, k // scale_columns, device=device)
+            given = ranks.hidden, k, padded(rows), NO_NORM
+            stores = SkinnyGemm(
+                *given, STORE, statistics, config, device, None, scale_columns
+            )  # fmt: skip
+            stores(x, weight, part, weight_scale=scale)
+            gemm = SkinnyGemm(*given, ADD, statistics, config, device, sums, scale_columns)
+            assert gemm.runs_at_once
+            self.gemms.append((gemm, x, weight, scale))
+            tiles = ranks.hidden // gemm.statistic_rows
+            self.statistics.append(torch.full((rows, tiles, 2), float("nan"), device=device))
+
+    def launch(self, rank: int) -> None:
+        gemm, x, weight, scale = self.gemms[rank]
+        stream = self.streams[rank]
+        gemm(
+            x, weight, stream, bias=self.bias, residual=stream, weight_scale=scale,
+            scaled=(self.weight, self.scaled[rank]) if self.norm == "rms" else None,
+            statistics_out=self.statistics[rank],
+        )  # fmt: skip
+
+
+@on_both(
+    *("ranks", "shape", "config", "rows", "scale_columns"),
+    gpu=[
+        (2, (4096, 1024), TileConfig(2, 2, 2, 2, 4), (1, 32, 7), 0),
+        (2, (2048, 2048), TileConfig(4, 1, 1, 2, 4, tma=True), (32, 5), 0),
+        (2, (2048, 1024), TileConfig(4, 1, 1, 2, 4, tma=True), (32, 5), 1024),
+        (2, (2048, 1024), TileConfig(2, 4, 1, 1, 4), (16, 7), 128),
+    ],
+    small=[
+        (2, (64, 128), TileConfig(1, 2, 1, 1, 2), (1, 6, 8), 0),
+        (2, (64, 128), TileConfig(1, 1, 2, 1, 2), (9,), 0),
+        (3, (64, 64), TileConfig(1, 1, 1, 1, 2), (3,), 0),
+        (2, (64, 192), TileConfig(1, 2, 1, 2, 2), (6, 9), 0),
+        (2, (64, 256), TileConfig(1, 2, 1, 4, 2), (1,), 0),
+        (2, (64, 128), TileConfig(1, 2, 1, 2, 2, workspace=True), (9,), 0),
+        (2, (64, 128), TileConfig(4, 1, 1, 1, 2, tma=True), (6,), 0),
+        (2, (64, 256), TileConfig(2, 1, 1, 2, 2, tma=True), (12,), 0),
+        (2, (64, 256), TileConfig(4, 1, 1, 1, 2, tma=True), (6,), 256),
+        (2, (64, 256), TileConfig(1, 2, 1, 2, 2), (9,), 128),
+    ],
+)
+def test_gemms_sum_where_they_end(
+    device: torch.device,
+    ranks: int,
+    shape: tuple[int, int],
+    config: TileConfig,
+    rows: tuple[int, ...],
+    scale_columns: int,
+) -> None:
+    """The bits are those of partial sums that are stored. Launches of the kernel that sums stored
+    ones come between, and count on, with another grid."""
+    torch.manual_seed(ranks)
+    n, k = shape
+    most = max(map(padded, rows))
+    grid = SMALL if device.type == "cpu" else {}
+    group = Ranks(
+        ranks, n, device, -(-max(8, most) * n // 256) * 256, launches=peer_sum.LAUNCHES, **grid
+    )
+    group.compile(list(rows))
+    for number, count in enumerate([*rows, *rows]):
+        norm, bias = ("rms", "layer")[number % 2], number % 3 == 1
+        SummedCase(group, count, norm, k, config, bias=bias, scale_columns=scale_columns).run()
+        if number % 2 == 0:
+            Case(group, count, norm).run()
+    assert all((each.words.launches == each.words.launches[0]).all() for each in group.sums)
+
+
+@emulated
+@pytest.mark.parametrize(
+    "config", [TileConfig(1, 1, 1, 2, 2), TileConfig(2, 1, 1, 2, 2, tma=True)], ids=["mma", "wgmma"]
+)
+def test_a_rank_whose_gemms_sum_may_be_a_launch_ahead(
+    config: TileConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulator.install(monkeypatch)
+    torch.manual_seed(2)
+    group = Ranks(2, 64, torch.device("cpu"), 8 * 64, launches=64, **SMALL)
+    case = SummedCase(group, 3, "rms", 128, config)
+    kernel = case.gemms[0][0].kernel
+    for in_a_row in (4, 3):
+        cases = [SummedCase(group, 3, "rms", 128, config) for _ in range(in_a_row)]
+        monkeypatch.setattr(kernel, "in_a_row", in_a_row)
+        run_in_a_row(group, cases)
+        monkeypatch.setattr(kernel, "in_a_row", 1)
 
 
 @on_both("ranks", gpu=[(2,)], small=[(2,)])

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import decode_attention
+from megatron_async.kernels.gemm.skinny_gemm import SkinnyGemm
 from megatron_async.kernels.gemm.tile_config import MAX_ROWS
 from megatron_async.kernels.ranks import peer_sum
 from megatron_async.kernels.ranks.peer_sum import PeerSum, PeerWords
@@ -328,7 +329,7 @@ class Ranks:
     def __init__(self) -> None:
         self.barrier = threading.Barrier(2, timeout=120)
         self.parts: list[Tensor | None] = [None, None]
-        self.sums = self.sent = 0
+        self.sums = self.sent = self.summed = 0
         self.lock = threading.Lock()
 
     def all_reduce(self, rank: int) -> Callable[[Tensor], None]:
@@ -350,6 +351,26 @@ class Ranks:
         if tensor.is_cuda:
             torch.cuda.current_stream().synchronize()
         self.barrier.wait()
+
+    def summed_at_once(self, multiply: Callable[..., None]) -> Callable[..., None]:
+        """:meth:`at_once` of GEMMs that sum where they end."""
+
+        def launched(gemm: SkinnyGemm, x: Tensor, *given: Any, **options: Any) -> None:
+            if gemm._sends is None or not gemm._sends.sums:
+                multiply(gemm, x, *given, **options)
+                return
+            if x.is_cuda:  # what is in front of it is over, so both have all SMs
+                torch.cuda.current_stream().synchronize()
+            self.barrier.wait()
+            with self.lock:
+                multiply(gemm, x, *given, **options)
+                self.summed += 1
+            self.barrier.wait()
+            if x.is_cuda:
+                torch.cuda.current_stream().synchronize()
+                self.barrier.wait()
+
+        return launched
 
     def at_once(self, sum_up: Callable[..., None]) -> Callable[..., None]:
         """Both launch before either goes on: on one GPU what comes next may wait for all kernels.
@@ -399,14 +420,21 @@ def rank_of(model: Any, config: ModelConfig, rank: int) -> tuple[Any, ModelConfi
 
 @on_both(
     *("name", "way"),
-    gpu=((name, way) for name in NAMES for way in ("all-reduce", "kernel", "sent")),
-    small=[("gpt2", "all-reduce"), ("qwen3", "kernel"), ("gpt2", "sent"), ("qwen3", "sent")],
+    gpu=((name, way) for name in NAMES for way in ("all-reduce", "kernel", "sent", "summed")),
+    small=[
+        ("gpt2", "all-reduce"),
+        ("qwen3", "kernel"),
+        ("gpt2", "sent"),
+        ("qwen3", "sent"),
+        ("gpt2", "summed"),
+        ("qwen3", "summed"),
+    ],
 )
 def test_partial_sums_of_two_ranks_make_the_whole_model(
     device: torch.device, name: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An all-reduce in front of the residual stream, here of threads, behind the embedding and each
-    row-parallel GEMM; or the kernel that does without, of what was stored or sent."""
+    row-parallel GEMM; or the kernel that does without, of what was stored or sent; or the GEMM."""
     monkeypatch.setattr(rank_sums, "LEAST_SENT_ROWS", 1 if way == "sent" else MAX_ROWS + 1)
     config = replace(small(name), head_dim=64, ffn_hidden_size=512, vocab_size=128)
     model = bfloat16_model(config, device)
@@ -417,9 +445,10 @@ def test_partial_sums_of_two_ranks_make_the_whole_model(
     words: list[Any] = [None, None]
     if way != "all-reduce":
         monkeypatch.setattr(PeerSum, "__call__", ranks.at_once(PeerSum.__call__))
+        monkeypatch.setattr(SkinnyGemm, "__call__", ranks.summed_at_once(SkinnyGemm.__call__))
         memory = tuple(torch.zeros(8192, dtype=torch.int64, device=device) for _ in words)
         for rank in range(2):
-            launches = torch.zeros(peer_sum.CTAS, dtype=torch.int32, device=device)
+            launches = torch.zeros(peer_sum.LAUNCHES, dtype=torch.int32, device=device)
             words[rank] = PeerWords(rank, memory, launches, 4096)
 
     whole, streams = DecodeRig(config, device), ([], [])
@@ -428,7 +457,7 @@ def test_partial_sums_of_two_ranks_make_the_whole_model(
         share, half = rank_of(model, config, rank)
         fused = FusedDecoder(share, all_reduce=ranks.all_reduce(rank), words=words[rank])
         rig = DecodeRig(half, device)
-        rig.tokens = whole.tokens
+        rig.tokens, rig.grids_may_wait = whole.tokens, way == "summed"
         assert not fused.covered([rig.rows], rig.context()).fallbacks
 
         def forward(ids: Tensor, positions: Tensor, context: Any, logits: Tensor) -> None:
@@ -448,8 +477,10 @@ def test_partial_sums_of_two_ranks_make_the_whole_model(
     first, second = (torch.stack(stream) for stream in streams)
     assert first.equal(second), "all ranks have the same residual stream"
     assert whole.error(logits, state) < LIMIT
-    assert ranks.sums == (1 + 2 * config.num_layers) * TOKENS
-    assert ranks.sent == (2 * 2 * config.num_layers * TOKENS if way == "sent" else 0)
+    in_layers = 2 * config.num_layers * TOKENS
+    assert ranks.sums == TOKENS + (in_layers if way != "summed" else 0)
+    assert ranks.sent == (2 * in_layers if way == "sent" else 0)
+    assert ranks.summed == (2 * in_layers if way == "summed" else 0)
 
 
 def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

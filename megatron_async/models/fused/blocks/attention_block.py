@@ -103,7 +103,7 @@ class AttentionBlock:
                 self._index, qkv, self._scale, self._rotary, q_weight, k_weight, eps,
                 **self._limits,
             )  # fmt: skip
-            return self._projection(out.flatten(1), residual, reader)
+            return self._projection(out.flatten(1), residual, reader, context)
         keys, values = context.kv_cache[self._index]
         heads = self._heads_in(context, window, gaps=context.has_gaps)
         self._attentions.get(heads, rows // window, capacity(context))(
@@ -113,7 +113,7 @@ class AttentionBlock:
             scales=None if context.scales is None else context.scales[self._index],
             sinks=self._limits.get("sinks"),
         )  # fmt: skip
-        return self._projection(attended, residual, reader)
+        return self._projection(attended, residual, reader, context)
 
     def work(
         self, rows: int, context: Any, reader: Norm | None, window: int | None = None
@@ -140,7 +140,7 @@ class AttentionBlock:
             _log_no_windows(reason)
         if missing(self._gemms, most) is None:
             yield from self._qkv.work(most)
-            yield from self._projection.work(most, reader)
+            yield from self._projection.work(most, reader, context)
 
     def _unsupported(self, context: Any, window: int = 1) -> str | None:
         rotated = 0 if self._rotary is None else 2 * self._rotary.shape[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -23,6 +24,8 @@ from megatron_async.kernels.gemm.tile_config import (
     lookup,
 )
 from megatron_async.kernels.shared_memory import block_limit
+
+logger = logging.getLogger(__name__)
 
 Work = tuple[str, dict[str, int]]
 """A kernel's source, and its macros."""
@@ -101,6 +104,9 @@ class SkinnyGemms:
     Args:
         tilings: tile configs by name ("qkv", "projection", "fc1", "fc2", "head"), at all numbers of
             rows, in place of the measured ones.
+
+    Attributes:
+        too_large: GEMMs with padded rows for which the GPU has no room for all CTAs at once.
     """
 
     def __init__(
@@ -115,6 +121,15 @@ class SkinnyGemms:
         self._found = dict(load_tuned(cuda.device_name(index)))
         self._names: dict[tuple[str, Gemm], str] = {}
         self._kernels: dict[tuple[Gemm, int, int, bool], SkinnyGemm] = {}
+        self.too_large: set[tuple[Gemm, int]] = set()
+
+    def leave_unsummed(self, gemm: Gemm, rows: int) -> None:
+        """Have another kernel sum over ranks what this GEMM puts out for padded ``rows``."""
+        logger.warning(
+            "a GEMM of %d x %d is not summed over ranks where it ends: the GPU has no room for "
+            "all its CTAs at once", gemm.n, gemm.k,
+        )  # fmt: skip
+        self.too_large.add((gemm, rows))
 
     def declare(
         self,

@@ -5,8 +5,9 @@ A layer that quantizes its input has it quantized by a kernel of its own in fron
 the GEMM reads e4m3 (:meth:`~.gemms.Gemm.reads_e4m3`).
 
 One rank: the epilogue of the row-parallel GEMM adds bias and residual and emits the statistics.
-Several ranks, each with a share of K: the GEMM stores the partial sums of its rank. What adds them
-up over the ranks (``rank_sums.py``) adds bias and residual, too, and emits the statistics.
+Several ranks, each with a share of K: the same epilogue adds up over the ranks before, or the GEMM
+stores the partial sums of its rank. What adds these up (``rank_sums.py``) adds bias and residual,
+too, and emits the statistics.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_async.kernels.gemm.skinny_gemm import Sending
 from megatron_async.kernels.gemm.tile_config import ADD, NO_NORM, STORE, padded
-from megatron_async.models.fused.blocks.gemms import SkinnyGemms, Work
+from megatron_async.models.fused.blocks.gemms import Gemm, SkinnyGemms, Work
 from megatron_async.models.fused.blocks.kernel_parameters import scale_of
 from megatron_async.models.fused.blocks.rank_sums import RankSums
 from megatron_async.models.fused.blocks.residual import Norm, Residual
@@ -89,26 +91,47 @@ class RowParallel:
     ) -> None:
         self._linear, self._kernels, self._where = linear, gemms, where
         self._sums, self._scale = sums, scale_of(linear)
-        epilogue = ADD if sums is None else STORE
-        self.gemm = gemms.declare(
-            name, linear.weight, NO_NORM, epilogue, layer, self._scale, quantizes(linear)
-        )
 
-    def __call__(self, x: Tensor, residual: Residual, reader: Norm | None) -> Tensor | None:
+        def declare(name: str, epilogue: int) -> Gemm:
+            return gemms.declare(
+                name, linear.weight, NO_NORM, epilogue, layer, self._scale, quantizes(linear)
+            )
+
+        self.gemm = declare(name, ADD if sums is None else STORE)
+        self._summed = self.gemm if sums is None else declare(f"{name} and its sum", ADD)
+
+    def _way(self, rows: int, context: Any) -> tuple[Gemm, Sending | None]:
+        """The GEMM for padded ``rows``, and where it sends its output."""
+        if self._sums is None:
+            return self.gemm, None
+        sends, tiling = self._sums.summing(rows, context), self._summed.tiling(rows)
+        if sends is None or tiling is None or (self._summed, rows) in self._kernels.too_large:
+            return self.gemm, self._sums.sending(rows)
+        if sends.takes(tiling, self.gemm.n):
+            return self._summed, sends
+        return self.gemm, self._sums.sending(rows)
+
+    def __call__(
+        self, x: Tensor, residual: Residual, reader: Norm | None, context: Any
+    ) -> Tensor | None:
         """``x`` is bfloat16 ``[R, k]``; returns the statistics for the reader."""
         rows, hidden = x.shape[0], residual.hidden
-        sends = None if self._sums is None else self._sums.sending(padded(rows))
-        kernel = self._kernels.get(self.gemm, padded(rows), _kind(reader), sends)
+        gemm, sends = self._way(padded(rows), context)
+        kernel = self._kernels.get(gemm, padded(rows), _kind(reader), sends)
+        if not kernel.runs_at_once:
+            self._kernels.leave_unsummed(gemm, padded(rows))
+            return self(x, residual, reader, context)
         weight, bias, scale = self._linear.weight, self._linear.bias, None
-        if self.gemm.reads_e4m3(padded(rows)):
+        if gemm.reads_e4m3(padded(rows)):
             x, scale = quantized_rows(self._linear, x, residual.workspace)
-        if self._sums is None:
+        if gemm.epilogue == ADD:
             statistics = residual.statistics(self._where, kernel.statistic_rows)
             kernel(
                 x, weight, hidden, bias=bias, residual=hidden, scaled=residual.scaled_for(reader),
                 statistics_out=statistics, weight_scale=self._scale, input_scale=scale,
             )  # fmt: skip
             return statistics if reader is not None else None
+        assert self._sums is not None
         partial = self._sums.partial(residual) if sends is None else None
         kernel(x, weight, partial, weight_scale=self._scale, input_scale=scale)
         return self._sums.add(partial, bias, residual, reader, self._where)
@@ -121,11 +144,11 @@ class RowParallel:
             return None
         return tiling.statistic_rows(padded(rows))
 
-    def work(self, rows: int, reader: Norm | None) -> Iterator[Work]:
+    def work(self, rows: int, reader: Norm | None, context: Any) -> Iterator[Work]:
         """What is compiled for padded ``rows``."""
-        sends = None if self._sums is None else self._sums.sending(rows)
-        yield self._kernels.work(self.gemm, rows, _kind(reader), sends)
-        if self._sums is not None:
+        gemm, sends = self._way(rows, context)
+        yield self._kernels.work(gemm, rows, _kind(reader), sends)
+        if self._sums is not None and gemm.epilogue == STORE:
             yield from self._sums.work(rows, reader, sent=sends is not None)
 
 

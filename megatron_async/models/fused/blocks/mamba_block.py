@@ -55,11 +55,11 @@ class MambaBlock:
             projected, parameters, layer_states(context, self._mixer.state_layer),
             step_rows(context).decode, mixed, most=context.states.step.decode.window,
         )  # fmt: skip
-        return self._out_proj(mixed, residual, reader)
+        return self._out_proj(mixed, residual, reader, step.context)
 
     def work(self, rows: int, context: Any, reader: Norm | None) -> Iterator[Work]:
         """What is compiled for ``rows`` tokens; the mixer's kernel comes with the first of them."""
         most = padded(rows)
         if missing(self._gemms, most) is None:
             yield from self._in_proj.work(most)
-            yield from self._out_proj.work(most, reader)
+            yield from self._out_proj.work(most, reader, context)

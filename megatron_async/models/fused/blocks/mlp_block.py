@@ -56,7 +56,7 @@ class MlpBlock:
         rows = residual.hidden.shape[0]
         activated = residual.workspace.buffer("activated", self._fc2.gemm.k)[:rows]
         self._fc1(residual, given, activated)
-        return self._fc2(activated, residual, reader)
+        return self._fc2(activated, residual, reader, step.context)
 
     def statistic_rows(self, rows: int) -> int | None:
         """Elements that one partial statistic at the end of the block covers, if it emits any."""
@@ -67,4 +67,4 @@ class MlpBlock:
         most = padded(rows)
         if missing(self._gemms, most) is None:
             yield from self._fc1.work(most)
-            yield from self._fc2.work(most, reader)
+            yield from self._fc2.work(most, reader, context)

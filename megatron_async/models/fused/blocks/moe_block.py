@@ -40,6 +40,7 @@ from megatron.core.transformer.moe.shared_experts import (  # isort: skip
 )
 
 if TYPE_CHECKING:
+    from megatron_async.kernels.gemm.skinny_gemm import Sending
     from megatron_async.kernels.moe.decode import MoeDecode
 
 _ALIGNMENT = 16
@@ -227,7 +228,8 @@ class MoeBlock:
         if self._shared is not None:
             return self._beside(self._shared, step, given, reader)
         residual, hidden = step.residual, step.residual.hidden
-        if self._sums is not None:
+        sums = self._summing(hidden.shape[0], step.context)
+        if self._sums is not None and sums is None:
             partial = self._sums.partial(residual)
             self._run(step, given, partial)
             return self._sums.add(partial, None, residual, reader, self._where)
@@ -237,9 +239,17 @@ class MoeBlock:
             statistics = residual.statistics(self._where, covered)
         self._run(
             step, given, hidden, residual=hidden, statistics_out=statistics,
-            scaled=residual.scaled_for(reader),
+            scaled=residual.scaled_for(reader), sums=sums,
         )  # fmt: skip
         return statistics
+
+    def _summing(self, rows: int, context: Any) -> Sending | None:
+        """Over whose memory the kernel of a few rows sums ``rows``; None where it does not."""
+        if self._sums is None or self._shared is not None:
+            return None
+        if not self._kernels.sums_over_ranks(rows):
+            return None
+        return self._sums.summing(padded(rows), context)
 
     def _beside(
         self, shared: SharedExperts, step: Step, given: Tensor, reader: Norm | None
@@ -252,11 +262,11 @@ class MoeBlock:
         if self._sums is None:
             assert activated is not None
             self._run(step, given, hidden, residual=hidden)
-            return shared.add(activated, residual, reader)
+            return shared.add(activated, residual, reader, step.context)
         partial = self._sums.partial(residual)
         self._run(step, given, partial)
         if activated is not None:
-            shared.add(activated, Residual(residual.workspace, partial), None)
+            shared.add(activated, Residual(residual.workspace, partial), None, step.context)
         return self._sums.add(partial, None, residual, reader, self._where)
 
     def _run(self, step: Step, given: Tensor, out: Tensor, **options: Any) -> None:
@@ -304,10 +314,12 @@ class MoeBlock:
     def work(self, rows: int, context: Any, reader: Norm | None) -> Iterator[Work]:
         """What is compiled ahead; Triton compiles at the first call."""
         gate = _shares_among(self._mlp) and self._mlp.shared_experts.gate_weight is not None
-        yield from self._kernels.work(rows, gate=gate, one_launch=context.grids_may_wait)
+        sums = self._summing(rows, context)
+        yield from self._kernels.work(rows, gate=gate, one_launch=context.grids_may_wait, sums=sums)
         if self._shared is not None:
-            yield from self._shared.work(padded(rows), reader if self._sums is None else None)
-        if self._sums is not None:
+            of_shared = reader if self._sums is None else None
+            yield from self._shared.work(padded(rows), of_shared, context)
+        if self._sums is not None and sums is None:
             yield from self._sums.work(padded(rows), reader)
 
 

@@ -1,13 +1,15 @@
 """Partial sums of several ranks into the residual stream.
 
-Where the ranks reach each other's memory, and rows are few, one kernel does it
-(``kernels/ranks/peer_sum.py``); else an all-reduce, and the kernel that adds its sum to the stream.
+Where the ranks reach each other's memory, and rows are few, the kernel that computes partial sums
+adds them up, if its CTAs may wait for those of other ranks (``device/waiting_grids.py``), or one
+behind it does (``kernels/ranks/peer_sum.py``); else an all-reduce, and the kernel that adds its sum
+to the stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -53,16 +55,27 @@ class RankSums:
             return "the ranks do not reach each other's memory"
         return self._kernel.why_not(rows)
 
+    @property
+    def reaches_peers(self) -> bool:
+        """The ranks reach each other's memory."""
+        return self._kernel is not None
+
     def sending(self, rows: int) -> Sending | None:
         """Where the GEMM in front sends padded ``rows``; None where it stores them in
         :meth:`partial`."""
+        return None if rows < LEAST_SENT_ROWS else self._words(rows, sums=False)
+
+    def summing(self, rows: int, context: Any) -> Sending | None:
+        """Over whose memory the kernel in front sums padded ``rows`` itself; None where it does
+        not."""
+        return self._words(rows, sums=True) if context.grids_may_wait else None
+
+    def _words(self, rows: int, *, sums: bool) -> Sending | None:
         kernel = self._kernel
-        if rows < LEAST_SENT_ROWS or kernel is None or self.why_not(rows) is not None:
-            return None
-        if not kernel.takes_sent(rows):
+        if kernel is None or self.why_not(rows) is not None or not kernel.takes_sent(rows):
             return None
         words = kernel.words
-        return Sending(words.memory, words.rank, words.launches, words.capacity)
+        return Sending(words.memory, words.rank, words.launches, words.capacity, sums)
 
     def partial(self, residual: Residual) -> Tensor:
         """bfloat16 ``[R, hidden size]``, where a rank leaves its partial sums."""
