@@ -28,7 +28,7 @@ from megatron_async.weights.source import (
     WeightsFile,
     source_of,
 )
-from megatron_async.weights.targets import Names, Shares, are_the_same, check_tied
+from megatron_async.weights.targets import Names, Shares, are_the_same
 from megatron_async.weights.tensor_info import TensorInfo, infos_of
 
 if TYPE_CHECKING:
@@ -234,7 +234,6 @@ def place(
         )
         check_finite("the new weights", each)
     if model.share_embeddings_and_output_weights and {OUTPUT, EMBEDDING} <= tensors.keys():
-        check_tied(OUTPUT, tensors[OUTPUT].dtype)
         if not are_the_same(tensors[OUTPUT], tensors[EMBEDDING], dtype):
             raise CheckpointError(
                 f"the new {OUTPUT} differs from the new {EMBEDDING}, to which the model ties it"

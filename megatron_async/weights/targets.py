@@ -127,15 +127,20 @@ class Names:
         layer under the embedding's name.
 
         Raises:
-            CheckpointError: both are given and differ.
+            CheckpointError: both are given and differ, or :func:`check_tied` refuses them.
         """
         family = self.model.huggingface_names if self.theirs else None
+        is_tied = self.model.share_embeddings_and_output_weights
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         if family is None:
+            if is_tied and EMBEDDING in tensors:
+                check_tied(OUTPUT, EMBEDDING, dtypes)
             return dict(tensors)
         kept = {k: tensor for k, tensor in tensors.items() if not k.endswith(family.ignored)}
         head, embedding = f"{family.head}.weight", f"{family.embedding}.weight"
-        if self.model.share_embeddings_and_output_weights and head in kept:
-            check_tied(head, kept[head].dtype)
+        if is_tied:
+            check_tied(head, embedding, dtypes)
+        if is_tied and head in kept:
             tied = kept.pop(head)
             other = kept.setdefault(embedding, tied)
             dtype = plain_parameter(self.model).dtype
@@ -152,9 +157,7 @@ class Names:
         head, embedding = f"{family.head}.weight", f"{family.embedding}.weight"
         if not self.model.share_embeddings_and_output_weights:
             return kept
-        for info in kept:
-            if info.name == head:
-                check_tied(head, info.dtype)
+        check_tied(head, embedding, {info.name: info.dtype for info in kept})
         return [info._replace(name=embedding) if info.name == head else info for info in kept]
 
     def shares(self, infos: Sequence[TensorInfo], *, all_parameters: bool) -> Shares:
@@ -216,13 +219,28 @@ class Names:
         return CheckpointError(f"{said}, which the model does not have")
 
 
-def check_tied(name: str, dtype: torch.dtype) -> None:
-    """Raises CheckpointError if an output layer that is the embedding comes as e4m3: its numbers
-    by themselves say nothing."""
-    if dtype == E4M3:
+def check_tied(head: str, embedding: str, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Check the names and dtypes of new weights of a model whose output layer is its embedding.
+
+    Raises:
+        CheckpointError: the output layer comes as e4m3 or has scales, or comes in more bits beside
+            an embedding in e4m3: which of the two is meant, nothing says.
+    """
+    if dtypes.get(head) == E4M3:
         raise CheckpointError(
-            f"the new {name} has dtype {E4M3}, and the model ties it to the embedding: leave it "
+            f"the new {head} has dtype {E4M3}, and the model ties it to the embedding: leave it "
             "and its scales out, and send the embedding in 16 or 32 bits"
+        )
+    for scale in (f"{head}{suffix}" for suffix in SUFFIXES):
+        if scale in dtypes:
+            raise CheckpointError(
+                f"the new weights hold {scale}, and the model ties {head} to the embedding: leave "
+                "it out"
+            )
+    if head in dtypes and dtypes.get(embedding) == E4M3:
+        raise CheckpointError(
+            f"the new {head} has dtype {dtypes[head]}, and {embedding}, to which the model ties "
+            f"it, {E4M3}: leave {head} out"
         )
 
 

@@ -244,10 +244,11 @@ def _groups(k: int, targets: Iterable[Target]) -> int | None:
 
 def have_one_scale(target: Fp8Target, columns: int) -> bool:
     """Whether ``columns`` neighbours in a row of the view have one of the stored scales: not where
-    the stored weight is transposed."""
-    if target.scale.numel() == 1:
-        return True
+    the stored weight is transposed, unless a matrix has one scale for all."""
     *_, rows, k = target.shape
+    block = target.block
+    if target.scale.numel() == 1 or (block and block[0] >= rows and block[1] >= k):
+        return True
     numbers = torch.arange(rows, dtype=torch.int32)[:, None].expand(target.shape)
     if not _are_same(target.select(numbers), columns):
         return False

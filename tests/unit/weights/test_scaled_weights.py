@@ -442,3 +442,48 @@ def test_tied_output_layers_and_packed_experts_take_no_e4m3(plain: Path, tmp_pat
         CheckpointError, match="which the model does not take for it: send it in 16"
     ):
         read_weights(packed, {name: numbers, f"{name}_scale": torch.ones(1)})
+
+
+@pytest.mark.parametrize("names", (("lm_head", "model.embed_tokens"), (None, None)))
+def test_scales_of_tied_output_layers_are_named(names: tuple[Any, Any], tmp_path: Path) -> None:
+    """Whose names they are; and nobody compares an output layer with products."""
+    tied = kept(write_plain(tmp_path / "tied", tied=True))
+    head, embedding = (
+        f"{name or own}.weight"
+        for name, own in zip(names, ("output_layer", "embedding.word_embeddings"), strict=True)
+    )
+    before = {name: x.clone() for name, x in kept_bytes(tied).items()}
+    wide = torch.rand(131, 160)
+    numbers, scale = (wide * 400).to(E4M3), torch.full((131, 1), 1 / 400)
+    wrong = (
+        ({embedding: wide, f"{head}_scale_inv": scale}, f"{head}_scale_inv, and the model ties"),
+        ({embedding: wide, head: wide, f"{head}_scale": scale}, f"{head}_scale, and the model ti"),
+        (
+            {embedding: numbers, f"{embedding}_scale": scale, head: numbers.float() * scale},
+            f"new {head} has dtype torch.float32, and {embedding}, .* {E4M3}: leave {head} out",
+        ),
+    )
+    for state, said in wrong:
+        with pytest.raises(CheckpointError, match=said):
+            read_weights(tied, state)
+    assert all(x.equal(before[name]) for name, x in kept_bytes(tied).items())
+    read_weights(tied, {embedding: numbers, f"{embedding}_scale": scale})()
+    assert tied.embedding.word_embeddings.weight.equal(numbers.float() * scale)
+
+
+def test_experts_that_are_stored_transposed_keep_one_scale_each(tmp_path: Path) -> None:
+    """GPT-OSS's, whose gate and up projections come in turns: no number is rounded once more."""
+    random_model("gpt_oss").save_pretrained(tmp_path / "model")
+    served = kept(tmp_path / "model")
+    for name, own in (("gate_up_proj", "linear_fc1"), ("down_proj", "linear_fc2")):
+        name = f"model.layers.1.mlp.experts.{name}"
+        weight = load_file(tmp_path / "model" / "model.safetensors")[name].roll(3, 1)
+        scale = weight.abs().amax((1, 2)) / torch.tensor([448.0, 300, 200, 448, 300, 200])
+        numbers = (weight / scale[:, None, None]).to(E4M3)
+        read_weights(served, {name: numbers, f"{name}_scale_inv": scale})()
+        layer = quantized(served)[f"decoder.layers.1.mlp.experts.{own}"]
+        assert layer.weight_scale.equal(scale[:, None, None].expand(layer.weight_scale.shape))
+        products = numbers.float() * scale[:, None, None]
+        if own == "linear_fc1":
+            products = torch.cat([products[..., ::2], products[..., 1::2]], -1)
+        assert (layer.weight.float() * layer.weight_scale).equal(products.transpose(1, 2))
