@@ -3,6 +3,11 @@
 :class:`Server` is the actor that verl's agent loops ask; ``ServerAdapter`` is in each training
 worker, and brings the weights of that worker's GPU to the server there; ``Replica`` starts the
 actor. An engine has one GPU: tensor_model_parallel_size and its like must be 1.
+
+With ``quantization="fp8"``, and of a checkpoint that is FP8 itself (``quant_method: fp8``), the
+engine keeps e4m3 and quantizes inputs too, as verl's vLLM and SGLang do. verl has those two
+rollouts quantize the trainer's weights on their way; here the engine does it when it takes them, by
+the scheme of its own checkpoint. Weights that come as e4m3 with their scales are taken as they are.
 """
 
 from __future__ import annotations
@@ -26,10 +31,13 @@ REFUSED = {
     "data_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "expert_parallel_size": 1,
-    "quantization": None,
+    "quantization_config_file": None,
     "enable_rollout_routing_replay": False,
 }
 """Fields of the rollout's configuration with the one value that is served."""
+FP8 = "fp8"
+NAMED_TENSORS = "named_tensors"
+"""The one form of weights that is taken: names, and whole tensors."""
 DEVICES = "CUDA_VISIBLE_DEVICES"
 ACTOR = "MEGATRON_ASYNC_VERL_SERVER"
 """The variable of a worker that names the server of its GPU."""
@@ -41,11 +49,19 @@ def check_config(config: Any) -> None:
         value = _field(config, name, served)
         if value not in (served, None):
             raise ConfigError(f"rollout.{name}={value!r} is not served; set it to {served!r}")
+    quantization = _field(config, "quantization", None)
+    if quantization not in (FP8, None):
+        raise ConfigError(
+            f"rollout.quantization={quantization!r} is not served; set it to {FP8!r}, or leave it "
+            "out"
+        )
+    if _field(_field(config, "qat", None), "enable", False):
+        raise ConfigError("rollout.qat.enable=True is not served; set it to False")
 
 
-def options_of(config: Any) -> list[str]:
-    """Options of the server by a rollout's configuration; ``engine_kwargs.megatron_async`` is a
-    list of more."""
+def options_of(config: Any, model_config: Any = None) -> list[str]:
+    """Options of the server by the configurations of a rollout and of its model;
+    ``engine_kwargs.megatron_async`` is a list of more."""
     options = ["--logprobs-mode", _field(config, "logprobs_mode", None) or "processed_logprobs"]
     for name, option in (
         ("max_model_len", "--inference-max-seq-length"),
@@ -60,7 +76,17 @@ def options_of(config: Any) -> list[str]:
     if _field(config, "enable_prefix_caching", True):
         options.append("--enable-prefix-caching")
     more = (_field(config, "engine_kwargs", None) or {}).get(NAME) or []
+    is_fp8 = FP8 in (_field(config, "quantization", None), _stored_as(model_config))
+    if is_fp8 and "--quantization" not in more:
+        options += ["--quantization", FP8, "--quantize-activations"]
     return [*options, *map(str, more)]
+
+
+def _stored_as(model_config: Any) -> str | None:
+    """How a model's configuration says that its checkpoint is quantized."""
+    found = _field(_field(model_config, "hf_config", None), "quantization_config", None)
+    method = _field(found, "quant_method", None)
+    return None if method is None else str(getattr(method, "value", method))
 
 
 class Server:
@@ -94,7 +120,8 @@ class Server:
         """Start the server, unless there is one."""
         if self._client is None:
             environment = {} if self._devices is None else {DEVICES: self._devices}
-            path, options = self._model_config.local_path, options_of(self._config)
+            path = self._model_config.local_path
+            options = options_of(self._config, self._model_config)
             self._process = await asyncio.to_thread(
                 ServerProcess, path, options, environment=environment, host=host
             )
@@ -225,13 +252,20 @@ class AdapterMethods:
         weights: Iterable[tuple[str, Tensor]] | AsyncIterator[tuple[str, Tensor]],
         *,
         peft_config: Any = None,
+        wire_format: str = NAMED_TENSORS,
         **_: Any,
     ) -> None:
-        """Send all weights, in buckets of one update that is taken whole or not at all.
+        """Send all weights, in buckets of one update that is taken whole or not at all. A weight of
+        e4m3 and its scales may be in different ones.
 
         Raises:
-            ConfigError: they are those of a LoRA.
+            ConfigError: they are those of a LoRA, or differences to the last ones.
         """
+        if wire_format != NAMED_TENSORS:
+            raise ConfigError(
+                f"wire_format={wire_format!r} is not served; send whole tensors "
+                f"({NAMED_TENSORS!r}), by another checkpoint_engine.backend"
+            )
         if peft_config is not None:
             raise ConfigError("weights of a LoRA are not served; merge them into the model's")
         client = await self._server()

@@ -5,21 +5,29 @@ from __future__ import annotations
 import asyncio
 import importlib
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from megatron_async import DynamicInferenceEngine, EngineConfig, SamplingParams
 from megatron_async.cli.main import build_parser
 from megatron_async.contrib.trainers import server_process, verl
 from megatron_async.contrib.trainers.client import Client
 from megatron_async.errors import ConfigError, EngineDeadError, RequestError
+from tests.support.engines import config_at
+from tests.support.served_engine import NoParent
+from tests.support.served_over_http import serving
+from tests.unit.checkpoint.test_fp8_published import BLOCKS, by_block, publish, write_plain
 from tests.unit.serving.test_development_api import PROMPT, expected, llama
 
 CONFIG: dict[str, Any] = {
@@ -165,9 +173,103 @@ def test_a_worker_brings_new_weights(server: verl.Server, adapter: Any) -> None:
     asyncio.run(adapter.resume(["kv_cache", "weights"]))
     with pytest.raises(ConfigError, match="LoRA"):
         asyncio.run(adapter.update_weights([], peft_config={}))
+    with pytest.raises(ConfigError, match="wire_format='delta_flush' is not served"):
+        asyncio.run(adapter.update_weights([], wire_format="delta_flush"))
     with pytest.raises(RequestError, match="lack"):
         asyncio.run(adapter.update_weights([("model.norm.weight", torch.ones(64))]))
     assert generated(server).token_ids == expected(llama(2))
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two checkpoints in FP8, by block, as DeepSeek and Qwen have them."""
+    root = tmp_path_factory.mktemp("fp8")
+    old, new = (
+        publish(root / str(seed), write_plain(root / f"plain{seed}", seed=seed), BLOCKS, by_block,
+                suffix="_scale_inv")
+        for seed in (3, 4)
+    )  # fmt: skip
+    return old, new
+
+
+def config_in_fp8(**more: Any) -> EngineConfig:
+    """As the options say that a rollout in FP8 starts its server with."""
+    command = ["serve", "--model", "m", *verl.options_of(config_of(quantization="fp8"))]
+    parsed = build_parser().parse_args(command)
+    return config_at(
+        1, dtype="float32", max_requests=4, max_sequence_length=64, block_count=20,
+        quantization=parsed.quantization, quantize_activations=parsed.quantize_activations, **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("sent", ("bfloat16", "e4m3"))
+def test_rollouts_in_fp8_take_new_weights(
+    sent: str,
+    published: tuple[Path, Path],
+    modules: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 16 bits, as trainers have them, and of e4m3 with scales, each tensor in a bucket of its
+    own; what lacks a scale changes nothing, and the same steps take the next update."""
+    old, new = published
+    weights = load_file(new / "model.safetensors")
+    if sent == "bfloat16":
+        plain = load_file(new.parent / "plain4" / "model.safetensors")
+        weights = {name: x.bfloat16() for name, x in plain.items()}
+    with DynamicInferenceEngine.from_pretrained(old, config_in_fp8()) as engine:
+        first = tokens_of(engine)
+        engine.update_weights(new if sent == "e4m3" else weights)
+        meant = tokens_of(engine)
+    assert meant != first
+    engine = DynamicInferenceEngine.from_pretrained(old, config_in_fp8(enable_sleep_mode=True))
+    with serving(engine, NoParent(), development=True) as url:
+        config = config_of(quantization="fp8")
+        made = verl.Server(config, SimpleNamespace(local_path="model"), url=url)
+        modules["ray"].get_actor = {"fp8": Handle(made)}.__getitem__
+        monkeypatch.setenv(verl.ACTOR, "fp8")
+        adapter = verl.adapter_class()(config, None, None)
+        assert generated(made).token_ids == first
+
+        def update(state: dict[str, torch.Tensor]) -> None:
+            async def steps() -> None:
+                await made.sleep()
+                await adapter.resume(tags=["weights"])
+                try:
+                    await adapter.update_weights(iter(state.items()), base_sync_done=True)
+                finally:
+                    await adapter.resume(tags=["kv_cache"])
+
+            asyncio.run(steps())
+
+        lacking = dict(weights)
+        del lacking[min(name for name in weights if "o_proj" in name and "scale" not in name)]
+        with pytest.raises(RequestError, match="o_proj"):
+            update(lacking)
+        assert generated(made).token_ids == first
+        update(weights)
+        assert generated(made).token_ids == meant
+
+
+def tokens_of(engine: DynamicInferenceEngine) -> list[int]:
+    """What :func:`generated` asks for."""
+    params = SamplingParams(temperature=0.0, num_tokens_to_generate=8)
+    found: list[int] = engine.generate([PROMPT], params)[0].generated_tokens
+    return found
+
+
+def test_checkpoints_in_fp8_keep_it(published: tuple[Path, Path]) -> None:
+    """As vLLM and SGLang do without the rollout's ``quantization``."""
+    stored = json.loads((published[0] / "config.json").read_text())["quantization_config"]
+    in_fp8 = ["--quantization", "fp8", "--quantize-activations"]
+    for found, meant in ((stored, in_fp8), ({"quant_method": "mxfp4"}, []), (None, [])):
+        for kind in (dict, SimpleNamespace):
+            values = found if found is None else kind(**found)
+            model = SimpleNamespace(hf_config=SimpleNamespace(quantization_config=values))
+            options = verl.options_of(config_of(engine_kwargs=None), model)
+            assert options[-len(in_fp8) :] == meant if meant else "--quantization" not in options
+    own = {"megatron_async": ["--quantization", "fp8"]}
+    options = verl.options_of(config_of(quantization="fp8", engine_kwargs=own))
+    assert options[-2:] == own["megatron_async"] and "--quantize-activations" not in options
 
 
 def test_requests_are_aborted_and_go_on(server: verl.Server) -> None:
@@ -194,7 +296,8 @@ def test_modes_say_who_wakes_it_up(client: Client) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("tensor_model_parallel_size", 2), ("quantization", "fp8"),
+    [("tensor_model_parallel_size", 2), ("quantization", "torchao"), ("quantization", "mxfp8"),
+     ("quantization_config_file", "ao.json"), ("qat", {"enable": True}),
      ("enable_rollout_routing_replay", True), ("pipeline_model_parallel_size", 2)],
 )  # fmt: skip
 def test_what_is_not_served_is_named(field: str, value: Any) -> None:
