@@ -9,10 +9,11 @@ import json
 import math
 import shlex
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_async.benchmark.drafts import DRAFT_OPTIONS, add_drafting_options, resolve_drafts
-from megatron_async.benchmark.measuring.loads import Load, RaggedLoad
+from megatron_async.benchmark.measuring.loads import RANGES, Load, RaggedLoad, Range, ranges_within
 from megatron_async.benchmark.measuring.one_rank import ONE_RANK
 from megatron_async.cli.options.options import (
     PARALLEL_SIZES,
@@ -137,8 +138,9 @@ def _add_ragged_options(parser: argparse.ArgumentParser) -> None:
     rates = "requests a second, Poisson; inf is all at once (default: inf)"
     add("--requests", type=integer(1), metavar="N", help="default: 512")
     add("--max-requests", type=integer(1, MAX_REQUESTS), metavar="N", help="at once (default: 128)")
-    add("--prompt-range", type=length_range, metavar="LOW,HIGH", help="tokens (default: 32,2048)")
-    add("--output-range", type=length_range, metavar="LOW,HIGH", help="tokens (default: 16,1024)")
+    said = "tokens (default: {}, or fewer, so that the model takes them)"
+    add("--prompt-range", type=length_range, metavar="LOW,HIGH", help=said.format("32,2048"))
+    add("--output-range", type=length_range, metavar="LOW,HIGH", help=said.format("16,1024"))
     add("--arrival-rate", type=several(_rate), metavar="R,...", help=rates)
     add("--block-count", type=integer(1), metavar="N", help="KV blocks (default: room for all)")
 
@@ -201,6 +203,7 @@ def resolve(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
+    ranges = {name: given for name in RANGES if (given := getattr(args, name)) is not None}
     resolve(args)
     file = None if args.json in (None, "-") else OutputFile("--json", args.json)
     from tqdm import tqdm
@@ -210,14 +213,18 @@ def run(args: argparse.Namespace) -> int:
     if args.server:
         try:
             from megatron_async.benchmark.measuring.server_load import as_text as as_table
+            from megatron_async.benchmark.measuring.server_load import longest_of
             from megatron_async.benchmark.measuring.server_load import measure as collect
         except ModuleNotFoundError as error:
             needed = "pip install 'megatron-async[server]'"
             raise ConfigError(f"--server needs {error.name}: {needed}") from None
     else:
+        from megatron_async.benchmark.model import longest_of
         from megatron_async.benchmark.report import as_table
         from megatron_async.benchmark.runner import collect
 
+    if args.workload == "ragged" and len(ranges) < len(RANGES):
+        fit_ranges(args, ranges, longest_of(args))
     report: dict[str, Any] = {}
     unwritten = False
 
@@ -247,6 +254,18 @@ def run(args: argparse.Namespace) -> int:
     if unwritten:
         return EXIT_UNWRITTEN
     return 0 if report["complete"] else EXIT_FAILED
+
+
+def fit_ranges(args: argparse.Namespace, given: Mapping[str, Range], most: int | None) -> None:
+    """Lower ranges that are not ``given`` until requests have at most ``most`` tokens, as many as
+    the model takes, and say so."""
+    found = {name: getattr(args, name) for name in RANGES}
+    if most is None or found == (fitting := ranges_within(most, given)):
+        return
+    for name, value in fitting.items():
+        setattr(args, name, value)
+    options = " ".join(f"{_option(name)} {low},{high}" for name, (low, high) in fitting.items())
+    print(f"{PROGRAM}: the longest request has {most} tokens here: {options}", file=sys.stderr)
 
 
 def make_load(args: argparse.Namespace) -> Any:

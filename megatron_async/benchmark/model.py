@@ -116,6 +116,19 @@ class BenchmarkModel:
         return tokens
 
 
+def longest_of(args: argparse.Namespace) -> int:
+    """Most tokens of a request to the model of ``args``; no weights are read.
+
+    Raises:
+        CheckpointError: its description cannot be read.
+    """
+    return _config(args).max_sequence_length
+
+
+def _config(args: argparse.Namespace) -> ModelConfig:
+    return config_of(args.model or "tiny") if args.shape is None else SHAPES[args.shape]
+
+
 def load_benchmark_model(
     args: argparse.Namespace, *, longest: int, what: str, seed: int = 0
 ) -> BenchmarkModel:
@@ -144,7 +157,7 @@ def load_benchmark_model(
     )
 
     def describe() -> Iterable[ModelConfig]:
-        yield config_of(args.model or "tiny") if args.shape is None else SHAPES[args.shape]
+        yield _config(args)
 
     group = start_ranks(engine_config, describe)
     try:

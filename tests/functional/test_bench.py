@@ -179,7 +179,10 @@ def test_embedded_model_is_measured_by_default(capsys: Capture) -> None:
         (("--workload", "ragged", "--all-buckets"), "ragged captures all"),
         (("--workload", "ragged", "--prompt-range", "5,4"), "LOW,HIGH"),
         (("--workload", "ragged", "--arrival-rate", "inf,0"), "above 0"),
-        (("--workload", "ragged", "--shape", "gpt2"), "--prompt-range 32,2048"),
+        (
+            ("--workload", "ragged", "--shape", "gpt2", "--prompt-range", "32,2048"),
+            "--prompt-range 32,2048 and --output-range 16,1024 make sequences of 3072 tokens",
+        ),
         (("--baseline", "transformers,vllm"), "must be among"),
     ],
 )

@@ -8,7 +8,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,10 @@ bits greedy outputs of random weights differ from run to run, and an end token w
 again."""
 
 NO_TERMINATION = -1
+Range = tuple[int, int]
+"""Least and most tokens."""
+RANGES = ("prompt_range", "output_range")
+"""What says how long requests of a ragged load are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +148,8 @@ class RaggedLoad(HostWork):
 
     requests: int = 512
     max_requests: int = 128
-    prompt_range: tuple[int, int] = (32, 2048)
-    output_range: tuple[int, int] = (16, 1024)
+    prompt_range: Range = (32, 2048)
+    output_range: Range = (16, 1024)
     block_count: int | None = None
 
     @property
@@ -174,6 +178,25 @@ class RaggedLoad(HostWork):
             )
             made.append(Request([source.randrange(vocab_size) for _ in range(length)], params))
         return made
+
+
+def ranges_within(most: int, given: Mapping[str, Range]) -> dict[str, Range]:
+    """``prompt_range`` and ``output_range`` of requests of at most ``most`` tokens: those that are
+    given, and the defaults, lowered as far as they must be. Where nothing is left, the defaults."""
+    default = {name: RaggedLoad.own_defaults()[name] for name in RANGES}
+    highs = {name: given.get(name, default[name])[1] for name in RANGES}
+    if sum(highs.values()) <= most:
+        return default | dict(given)
+    prompt, output = RANGES
+    if not given:
+        highs = {prompt: most * 2 // 3, output: most - most * 2 // 3}
+    for name, other in ((prompt, output), (output, prompt)):
+        if name not in given and other in given:
+            highs[name] = most - highs[other]
+    if min(highs.values()) < 1:
+        return default | dict(given)
+    lowered = {name: (min(default[name][0], highs[name]), highs[name]) for name in RANGES}
+    return lowered | dict(given)
 
 
 def is_stopping(number: int) -> bool:

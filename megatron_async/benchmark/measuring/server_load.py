@@ -199,16 +199,26 @@ def _spread(name: str, seconds: Sequence[float]) -> dict[str, float | None]:
     return {f"{name}_{each}": value for each, value in zip(names, found, strict=True)}
 
 
-def measure(args: argparse.Namespace, load: RaggedLoad, command: str, keep: Any) -> dict[str, Any]:
-    """Send the load at each arrival rate and return the report; ``keep`` is called with what there
-    is so far."""
-    target = Target(
+def longest_of(args: argparse.Namespace) -> int | None:
+    """Most tokens of a request to the server of ``args``; None where it does not say."""
+    most: int | None = _target(args).card.get("max_model_len")
+    return most
+
+
+def _target(args: argparse.Namespace) -> Target:
+    return Target(
         args.server,
         key=args.api_key,
         model=args.served_model_name,
         vocab_size=args.vocabulary,
         chat=args.endpoint == "chat",
     )
+
+
+def measure(args: argparse.Namespace, load: RaggedLoad, command: str, keep: Any) -> dict[str, Any]:
+    """Send the load at each arrival rate and return the report; ``keep`` is called with what there
+    is so far."""
+    target = _target(args)
     most = target.card.get("max_model_len")
     if most is not None and load.longest > most:
         raise ConfigError(

@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 
 from megatron_async.benchmark import ragged_workload, workloads
-from megatron_async.benchmark.measuring.loads import RaggedLoad, arrivals, log_normal, with_stops
+from megatron_async.benchmark.measuring.loads import (
+    RaggedLoad,
+    Range,
+    arrivals,
+    log_normal,
+    ranges_within,
+    with_stops,
+)
 from megatron_async.benchmark.report import as_table
 from megatron_async.cli.main import main
 from megatron_async.engine.engine import DynamicInferenceEngine
@@ -33,6 +40,50 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     assert main(["bench", *SMALL, *options]) == 0
     loaded: dict[str, Any] = json.loads(path.read_text())
     return loaded
+
+
+@pytest.mark.parametrize(
+    ("most", "given", "prompt", "output"),
+    [
+        (3072, {}, (32, 2048), (16, 1024)),
+        (3071, {}, (32, 2047), (16, 1024)),
+        (512, {}, (32, 341), (16, 171)),
+        (30, {}, (20, 20), (10, 10)),
+        (1024, {"prompt_range": (8, 1000)}, (8, 1000), (16, 24)),
+        (2048, {"prompt_range": (8, 1000)}, (8, 1000), (16, 1024)),
+        (1024, {"output_range": (4, 1014)}, (10, 10), (4, 1014)),
+        (1024, {"output_range": (4, 2000)}, (32, 2048), (4, 2000)),
+        (9, {"prompt_range": (5, 6), "output_range": (5, 6)}, (5, 6), (5, 6)),
+    ],
+)
+def test_ranges_that_are_not_given_fit_the_model(
+    most: int, given: dict[str, Range], prompt: Range, output: Range
+) -> None:
+    """What cannot fit is left to the error, and so is what is given."""
+    assert ranges_within(most, given) == {"prompt_range": prompt, "output_range": output}
+
+
+@pytest.mark.parametrize(
+    ("options", "prompt", "output"),
+    [((), [32, 1365], [16, 683]), (("--output-range", "1,3"), [32, 2045], [1, 3])],
+)
+def test_the_default_model_serves_the_default_load(
+    options: tuple[str, ...], prompt: list[int], output: list[int], tmp_path: Path, capsys: Capture
+) -> None:
+    """Its longest sequence is shorter than the load is by default, which one line says."""
+    path = tmp_path / "report.json"
+    few = ("--requests", "2", "--max-requests", "2", "--depths", "1", "--device", "cpu")
+    assert main(["bench", "--workload", "ragged", *few, *options, "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert report["complete"] and report["shape"] == "tiny"
+    assert report["load"]["prompt_range"] == prompt and report["load"]["output_range"] == output
+    ranges = [
+        f"--{name}-range {low},{high}"
+        for name, (low, high) in (("prompt", prompt), ("output", output))
+    ]
+    lines = [line for line in capsys.readouterr().err.splitlines() if "longest request" in line]
+    assert len(lines) == 1 and lines[0].endswith(f"has 2048 tokens here: {' '.join(ranges)}")
+    assert all(each in report["command"] for each in ranges)
 
 
 def test_all_depths_generate_the_same_tokens(report: dict[str, Any]) -> None:

@@ -215,6 +215,18 @@ def test_the_load_reaches_the_server(
     assert "arriving at once" in said and "arriving 500/s" in said and "tpot" in said
 
 
+def test_ranges_that_are_not_given_fit_the_server(
+    server: Served, tmp_path: Path, capsys: Capture
+) -> None:
+    path, few = tmp_path / "report.json", ("--requests", "2", "--output-range", "1,2")
+    options = ("--api-key", "key", *few, "--json", str(path))
+    assert main(["bench", "--server", server.url, *options]) == 0
+    most = Target(server.url, key="key").card["max_model_len"]
+    load = json.loads(path.read_text())["load"]
+    assert load["prompt_range"] == [32, most - 2] and load["output_range"] == [1, 2]
+    assert f"has {most} tokens here: --prompt-range 32,{most - 2} --" in capsys.readouterr().err
+
+
 def test_processes_share_the_streams(server: Served, tmp_path: Path) -> None:
     options = ("--client-processes", "2", "--rounds", "2", "--vocabulary", "99")
     report = bench(server.url, tmp_path / "report.json", *options)
