@@ -8,6 +8,7 @@ same way, stacked or each by itself, or stacked ones among the ranks as a whole 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -15,8 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_async.checkpoint.quantized.state_dicts import scales_among, scales_of_rows
 from megatron_async.checkpoint.targets import EMBEDDING, OUTPUT, SPLIT_DIMENSION, same_values
 from megatron_async.errors import CheckpointError
+from megatron_async.models.quantized.values import E4M3
+from megatron_async.weights.tensor_info import TensorInfo
 
 _OF_ONE_EXPERT = re.compile(r"(weight|bias)\d+$")
 """Transformer Engine's grouped layers number the experts behind the kind."""
@@ -104,6 +108,8 @@ def relay(
     by_expert: tuple[bool, bool] = (False, True),
 ) -> dict[str, Tensor]:
     """The state dict of one tensor-parallel rank of an engine from those of a trainer's ranks.
+    Scales of e4m3, which each of these has for its own shard, become those of rows and of as many
+    columns as share one.
 
     Args:
         shards: of the trainer's ranks 0, 1, ..., with the same names.
@@ -123,15 +129,27 @@ def relay(
             raise CheckpointError(
                 f"{min(odd)} is not on each tensor-parallel rank: compare rank 0 and rank {number}"
             )
-    state = {}
+    state, scales = {}, scales_among(shards[0])
     for name in shards[0]:
-        whole = join_shards(
-            name, [shard[name] for shard in shards], gated=gated, by_expert=by_expert[0]
-        )
-        if vocab_size is not None and name in (EMBEDDING, OUTPUT):
+        layout, parts = name, [shard[name] for shard in shards]
+        if name in scales and shards[0][scales[name]].dtype == E4M3:
+            layout = scales[name]
+            parts = [_scales_to_cut(name, layout, shard, size) for shard in shards]
+        whole = join_shards(layout, parts, gated=gated, by_expert=by_expert[0])
+        if vocab_size is not None and layout in (EMBEDDING, OUTPUT):
             whole = whole[:vocab_size]
-        state[name] = shard_of(name, whole, rank, size, gated=gated, by_expert=by_expert[1])
+        state[name] = shard_of(layout, whole, rank, size, gated=gated, by_expert=by_expert[1])
     return state
+
+
+def _scales_to_cut(name: str, of: str, shard: Mapping[str, Tensor], size: int) -> Tensor:
+    """fp32 ``[..., rows, groups]``: the scales of a shard's weight, in groups of columns that
+    ``size`` ranks can have shares of."""
+    weight, scale = (TensorInfo(n, shard[n].dtype, tuple(shard[n].shape)) for n in (of, name))
+    found = scales_of_rows(weight, scale, shard[name])
+    columns = weight.shape[-1]
+    width = columns // found.shape[-1]
+    return found.repeat_interleave(width // math.gcd(width, -(-columns // size)), -1)
 
 
 def _check_divides(name: str, rows: int, parts: int) -> None:

@@ -10,6 +10,7 @@ directory's are; elsewhere multiplied out.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from megatron_async.checkpoint.quantized.fp8 import (
     Fp8Target,
     by_block,
     check_scale,
+    scale_of_each,
 )
 from megatron_async.checkpoint.targets import Target
 from megatron_async.errors import CheckpointError
@@ -126,6 +128,23 @@ def check_scales(tensors: Mapping[str, Tensor], served: torch.dtype) -> None:
 
                 check_scale(f"the new {name}", tensors[name])
                 check_product(f"the new {name}", tensors[name], served)
+
+
+def scales_of_rows(weight: TensorInfo, scale: TensorInfo, values: Tensor) -> Tensor:
+    """fp32 ``[..., rows, groups]``: ``values``, the scales of a weight in any of their shapes, as
+    one for each row and as many of its columns. So they are cut and joined as the weight is.
+
+    Raises:
+        CheckpointError: they have another shape or dtype than scales can have.
+    """
+    _check_pair(weight, [scale])
+    shape, block = _meaning(weight, scale, None)
+    *rows, columns = weight.shape
+    values = values.float().view(shape)
+    if block is None:
+        return scale_of_each(values, (*rows, 1), None)
+    width = math.gcd(columns, block[1])
+    return scale_of_each(values, (*rows, columns // width), (block[0], block[1] // width))
 
 
 def _without_scales(name: str) -> CheckpointError:
