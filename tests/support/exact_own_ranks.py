@@ -32,9 +32,9 @@ from megatron_async.megatron_api import (
 from megatron_async.request.rollouts import batch_of
 from megatron_async.training import exact_numerics, forced_routing
 from megatron_async.weights.parallel_layouts import join_shards
+from tests.support.forks import run_together
 from tests.support.ranked import ON_GPUS, Found
 from tests.support.served_over_http import free_port
-from tests.support.sharded_updates import run_together
 from tests.support.users_ranks import example
 
 from megatron.core import parallel_state  # isort: skip

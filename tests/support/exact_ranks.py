@@ -33,9 +33,9 @@ from megatron_async.request.rollouts import batch_of
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.training import exact_numerics
 from tests.support.cut_models import write_layers
+from tests.support.forks import run_together
 from tests.support.ranked import DEVICE, ON_GPUS, Found, engine_over
 from tests.support.ranked_weights import MODELS, changed
-from tests.support.sharded_updates import run_together
 
 from megatron.core import parallel_state  # isort: skip
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # isort: skip

@@ -28,11 +28,11 @@ from megatron_async.weights.sharded.group import ShardGroup
 from megatron_async.weights.sharded.layout import TrainerLayout
 from megatron_async.weights.sharded.source import open_sharded
 from tests.support.cut_models import write_layers
+from tests.support.forks import run_together
 from tests.support.patience import PATIENCE_SECONDS
 from tests.support.ranked import Found, refused
 from tests.support.ranked_weights import CONFIG, PROJECTION, changed, tokens_of, under_way
 from tests.support.served_over_http import free_port
-from tests.support.sharded_updates import run_together
 
 ADDRESS = "127.0.0.1"
 BUCKET_BYTES = 1 << 16

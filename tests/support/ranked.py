@@ -16,9 +16,9 @@ import os
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from megatron_async.request.request import DynamicInferenceRequest
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.step.plan import Plan
 from tests.support.cut_models import write_layers
+from tests.support.forks import run_together
 from tests.support.own_thread import OwnThread, check_idle_for_a_reason, watched_waiters
 from tests.support.patience import PATIENCE_SECONDS
 from tests.support.sweeps import choose_seed, drawn
@@ -363,53 +364,39 @@ def run_layout(folder: Path, name: str) -> None:
     model, _, sizes = name.partition(":")
     layout = Layout(*map(int, sizes.split(","))) if sizes else Layout()
     ends = socket.socketpair()
-    pids = []
-    for rank in reversed(range(layout.world_size)):
-        pid = os.fork()
-        if pid:
-            pids.append(pid)
-            continue
-        status = 1
-        try:
-            store = dist.FileStore(str(folder / f"{name}.store"), layout.world_size)
-            meetings = Meetings(ends[min(rank, 1)], rank)
-            if model == "meeting":
-                meetings.patch()
-            if rank:
-                os.environ["LOCAL_RANK"] = str(rank)
-                follow(layout, DEVICE, store=store, rank=rank)
-            if model in KILLS:
-                found = kill_case(folder, KILLS[model])
-            elif model == "soak":
-                found = soak_case(folder, layout, store, int(os.environ.get("SOAK", "32")))
-            elif model == "meeting":
-                found = meeting_case(folder, layout, store, meetings)
-            else:
-                found = lead_case(folder, model, layout, store)
-            (folder / f"{name}.json").write_text(json.dumps(found))
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(status)
-    ended = [os.waitpid(pid, 0)[1] for pid in pids]
-    if any(ended):
-        raise SystemExit(f"{name}: ranks ended with {ended}")
+
+    def be_rank(rank: int) -> None:
+        store = dist.FileStore(str(folder / f"{name}.store"), layout.world_size)
+        meetings = Meetings(ends[min(rank, 1)], rank)
+        if model == "meeting":
+            meetings.patch()
+        if rank:
+            os.environ["LOCAL_RANK"] = str(rank)
+            follow(layout, DEVICE, store=store, rank=rank)
+        if model in KILLS:
+            found = kill_case(folder, KILLS[model])
+        elif model == "soak":
+            found = soak_case(folder, layout, store, int(os.environ.get("SOAK", "32")))
+        elif model == "meeting":
+            found = meeting_case(folder, layout, store, meetings)
+        else:
+            found = lead_case(folder, model, layout, store)
+        (folder / f"{name}.json").write_text(json.dumps(found))
+
+    run_together(name, [partial(be_rank, rank) for rank in reversed(range(layout.world_size))])
 
 
 def write_models(folder: Path) -> None:
     """The first layers of embedded models; ``new`` and ``wrong`` are other weights of the first.
     Another process writes them, since none that has used a GPU may fork ranks."""
-    if pid := os.fork():
-        if os.waitpid(pid, 0)[1]:
-            raise SystemExit("the models were not written")
-        return
-    write_layers("tiny", folder / "dense", 2)
-    write_layers("tiny", folder / "new", 2, scale=1.3)
-    write_layers("tiny", folder / "wrong", 1)
-    write_layers("tiny-moe", folder / "experts", 2)
-    os._exit(0)
+
+    def write() -> None:
+        write_layers("tiny", folder / "dense", 2)
+        write_layers("tiny", folder / "new", 2, scale=1.3)
+        write_layers("tiny", folder / "wrong", 1)
+        write_layers("tiny-moe", folder / "experts", 2)
+
+    run_together("the models", [write])
 
 
 if __name__ == "__main__":

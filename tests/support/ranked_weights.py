@@ -9,13 +9,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +42,7 @@ from megatron_async.weights.group import WeightGroup
 from megatron_async.weights.parallel_layouts import relay, shard_of
 from megatron_async.weights.shared_memory import SharedWeights, open_weights
 from tests.support.cut_models import write_layers
+from tests.support.forks import run_together
 from tests.support.patience import PATIENCE_SECONDS
 from tests.support.ranked import Found, refused
 from tests.support.served_over_http import free_port
@@ -327,30 +327,17 @@ def run_layout(folder: Path, name: str) -> None:
     """Fork a layout's ranks, and wait for them."""
     model, _, sizes = name.partition(":")
     layout = Layout(*map(int, sizes.split(",")))
-    pids = []
-    for rank in reversed(range(layout.world_size)):
-        pid = os.fork()
-        if pid:
-            pids.append(pid)
-            continue
-        status = 1
-        try:
-            store = dist.FileStore(str(folder / f"{name}.store"), layout.world_size)
-            if rank:
-                watch_updates(folder / f"{name}.{rank}")
-                follow(layout, "cpu", store=store, rank=rank)
-            with engine_over(folder / model, layout, store) as engine:
-                found = case(engine, folder, model, alone=layout.world_size == 1)
-            (folder / f"{name}.json").write_text(json.dumps(found))
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(status)
-    ended = [os.waitpid(pid, 0)[1] for pid in pids]
-    if any(ended):
-        raise SystemExit(f"{name}: ranks ended with {ended}")
+
+    def be_rank(rank: int) -> None:
+        store = dist.FileStore(str(folder / f"{name}.store"), layout.world_size)
+        if rank:
+            watch_updates(folder / f"{name}.{rank}")
+            follow(layout, "cpu", store=store, rank=rank)
+        with engine_over(folder / model, layout, store) as engine:
+            found = case(engine, folder, model, alone=layout.world_size == 1)
+        (folder / f"{name}.json").write_text(json.dumps(found))
+
+    run_together(name, [partial(be_rank, rank) for rank in reversed(range(layout.world_size))])
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ from megatron_async.ranks.layout import Layout
 from megatron_async.ranks.messages import LoadModel
 from megatron_async.ranks.start import lead
 from megatron_async.sampling_params import SamplingParams
+from tests.support.forks import run_together
 from tests.support.fp8_models import kept_bytes
 from tests.support.ranked import refused
-from tests.support.sharded_updates import run_together
 
 CONFIG = EngineConfig(
     device="cpu", inference_async_scheduling=True, depth=1, max_requests=2, block_size_tokens=8,

@@ -12,10 +12,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import sys
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -37,6 +35,7 @@ from megatron_async.weights.sharded.layout import TrainerLayout
 from megatron_async.weights.sharded.shared import ShardedWeights
 from megatron_async.weights.sharded.source import open_sharded
 from tests.support.cut_models import write_layers
+from tests.support.forks import run_together
 from tests.support.patience import PATIENCE_SECONDS
 from tests.support.ranked import Found, refused
 from tests.support.ranked_weights import (
@@ -261,36 +260,6 @@ def run_layout(folder: Path, name: str) -> None:
     ends += [be_rank(rank) for rank in range(1, layout.world_size)]
     ends += [train(rank) for rank in range(TRAINERS)]
     run_together(name, [*ends, lead])
-
-
-def run_together(name: str, runs: Sequence[Callable[[], None]]) -> None:
-    """Fork a process for each, and wait for them; where one fails, all end."""
-    running = {forked(run) for run in runs}
-    while running:
-        pid, status = os.wait()
-        running.discard(pid)
-        if status:
-            for other in running:
-                os.kill(other, signal.SIGKILL)
-            raise SystemExit(f"{name}: a process ended with {status}")
-
-
-def forked(run: Callable[[], None]) -> int:
-    """The id of a process that does this and ends."""
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    # torch makes its threads anew behind a fork: by one thread, and not by two of autograd at once.
-    torch.set_num_threads(torch.get_num_threads())
-    try:
-        run()
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
 
 
 if __name__ == "__main__":
