@@ -170,6 +170,9 @@ class Names:
         Raises:
             CheckpointError: a name, a shape or a dtype does not fit.
         """
+        for info in infos:
+            if self._is_packed(info):
+                raise _packed(info.name)
         weight_of = scales_among([info.name for info in infos])
         scaled = scaled_targets(self.targets, infos, vars(self.model).get("stored_block"))
         shares: Shares = []
@@ -198,6 +201,14 @@ class Names:
             _check_complete(own, list(given.values()))
         return shares
 
+    def _is_packed(self, info: TensorInfo) -> bool:
+        """Whether a tensor is MXFP4's numbers, or their scales."""
+        target = self.targets.get(info.name)
+        if target is None:
+            return False
+        in_bytes = info.dtype == target.view.dtype == torch.uint8
+        return info.name.endswith(_OF_PACKED) or (in_bytes and target.dtype.is_floating_point)
+
     def _unknown(self, name: str) -> CheckpointError:
         """What is said of a name that no rank has."""
         for suffix in SUFFIXES:
@@ -212,11 +223,15 @@ class Names:
                 f"{said}: scales of what is computed stay as they are; leave it out"
             )
         if name.endswith(_OF_PACKED):
-            return CheckpointError(
-                f"{said}: a state dict has no packed numbers; give weights in 16 or 32 bits, or a "
-                "model directory"
-            )
+            return _packed(name)
         return CheckpointError(f"{said}, which the model does not have")
+
+
+def _packed(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"the new weights hold {name}: a state dict has no packed numbers; give weights in 16 or "
+        "32 bits, or a model directory"
+    )
 
 
 def check_tied(head: str, embedding: str, dtypes: Mapping[str, torch.dtype]) -> None:

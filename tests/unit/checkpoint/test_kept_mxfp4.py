@@ -205,7 +205,7 @@ def test_scales_and_weights_that_are_no_numbers_are_refused(packed: Path, tmp_pa
     new[f"decoder.layers.0.{EXPERTS[0]}.weight"].data[0, 0, 0] = torch.inf
     with pytest.raises(CheckpointError, match=r"linear_fc1.weight has 1 of .* NaN or infinite"):
         read_weights(served, new)
-    with pytest.raises(CheckpointError, match=r"has shape .* 32\), the model's has .* 64\)"):
+    with pytest.raises(CheckpointError, match=r"linear_fc1.weight: a state dict has no packed num"):
         read_weights(served, dict(served.named_parameters()))
     check_equal(values_of(served), before)
 

@@ -592,3 +592,35 @@ def test_a_model_takes_what_ranks_of_a_trainer_have_quantized() -> None:
         read_weights(model, relay(each, gated=True), all_parameters=True)()
         found.append({name: x.clone() for name, x in kept_bytes(model).items()})
     assert all(x.equal(found[1][name]) for name, x in found[0].items())
+
+
+# --- packed numbers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quantization", ("fp8", "mxfp4", None))
+def test_packed_numbers_of_a_state_dict_are_refused(
+    quantization: str | None, tmp_path: Path
+) -> None:
+    """With their scales, which no update has, and without: the old ones would be of others."""
+    folder = write_packed(tmp_path / "packed")
+    served = load_pretrained(folder, quantization=quantization).model
+    before = {name: x.clone() for name, x in kept_bytes(served).items()}
+    stored = load_file(folder / "model.safetensors")
+    blocks, scales = (f"model.layers.1.mlp.experts.down_proj_{x}" for x in ("blocks", "scales"))
+    for state in (
+        {blocks: stored[blocks].flip(0)},
+        {scales: stored[scales].flip(0)},
+        {blocks: stored[blocks].flip(0), scales: stored[scales].flip(0)},
+        {blocks: stored[blocks].float(), f"{blocks}_scale": torch.ones(1)},
+    ):
+        with pytest.raises(CheckpointError, match=r"down_proj_.*: a state dict has no packed num"):
+            read_weights(served, state)
+    with pytest.raises(CheckpointError, match="a state dict has no packed numbers; give weights"):
+        read_weights(served, stored, all_parameters=True)
+    own = {name: x for name, x in served.state_dict().items() if isinstance(x, Tensor)}
+    if quantization is not None:
+        with pytest.raises(CheckpointError, match=r"linear_fc1.weight: a state dict has no packed"):
+            read_weights(served, {name: x for name, x in own.items() if "scale" not in name})
+        with pytest.raises(CheckpointError, match=r"linear_fc1.weight: a state dict has no packed"):
+            read_weights(served, own)
+    assert all(x.equal(before[name]) for name, x in kept_bytes(served).items())
