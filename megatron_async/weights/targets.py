@@ -268,7 +268,7 @@ def are_the_same(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
 def _own_targets(model: GPTModel, *, whole: bool) -> dict[str, Target]:
     """Targets by megatron-core's names, experts stacked; a tied output layer is the embedding."""
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    named = {name: each for name, each in named.items() if not name.endswith(SCALES)}
+    named = {name: each for name, each in named.items() if not name.endswith((SCALES, *NEUTRAL))}
     if not whole:
         targets = {name: Target(each, tuple(meant_shape(each))) for name, each in named.items()}
     else:

@@ -490,6 +490,23 @@ def test_experts_that_are_stored_transposed_keep_one_scale_each(tmp_path: Path) 
         assert (layer.weight.float() * layer.weight_scale).equal(products.transpose(1, 2))
 
 
+@pytest.mark.parametrize("layer", ("self_attention.linear_qkv", "mlp.linear_fc2"))
+def test_static_scales_of_inputs_stay_under_a_models_own_names(
+    layer: str, plain: Path, tmp_path: Path
+) -> None:
+    """No update has them, whatever their values, and with all weights they are not missed."""
+    path = write(tmp_path / "static", plain / "llama", "neural-magic")
+    served = load_pretrained(path, quantization="fp8", quantize_activations=True).model
+    name = f"decoder.layers.1.{layer}.input_scale"
+    before = dict(served.named_buffers())[name].clone()
+    for value in (0.0, -2.0, 4.0):
+        with pytest.raises(CheckpointError, match=f"{name}: scales of what is computed stay"):
+            read_weights(served, {name: torch.tensor(value)})
+    own = {key: x for key, x in served.state_dict().items() if isinstance(x, Tensor)}
+    read_weights(served, own, all_parameters=True)()
+    assert dict(served.named_buffers())[name].equal(before)
+
+
 # --- shards of a trainer's ranks ----------------------------------------------------------------
 
 
