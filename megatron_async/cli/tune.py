@@ -137,13 +137,17 @@ def run(args: argparse.Namespace) -> int:
         if after >= before:
             better, after = [], before
         if path is not None:
-            found = [(_problem(search, name, size, ranks), search.best[name]) for name in better]
-            save_tuned(gpu, [Entry(*each, TUNED) for each in found])
+            found = [
+                Entry(problem, search.best[name], TUNED)
+                for name in better
+                for problem in _problems(search, name, size, ranks)
+            ]
+            save_tuned(gpu, found)
         for name, product in search.products.items():
-            problem = product.case(size)._replace(norm=None, epilogue=None)
+            problems = [product.case(size)._replace(norm=None, epilogue=None)]
             if ranks > 1:
-                problem = _problem(search, name, size, ranks)
-            lines.append(Entry(problem, search.best[name], "measured").to_json())
+                problems = _problems(search, name, size, ranks)
+            lines += [Entry(each, search.best[name], "measured").to_json() for each in problems]
         log[size] = [(name, list(map(int, tried)), us) for name, tried, us in search.log]
         times = f"{before:.1f}", f"{after:.1f}", f"{1 - after / before:.1%}"
         rows.append([size, *times, len(better)])
@@ -167,11 +171,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _problem(search: Search, name: str, rows: int, ranks: int) -> GemmProblem:
-    """What a config is kept for. Ranks leave partial sums, where one rank adds to the stream."""
+def _problems(search: Search, name: str, rows: int, ranks: int) -> list[GemmProblem]:
+    """What a config is kept for. Where one rank adds to the stream, several sum and add, or leave
+    partial sums."""
     problem = search.products[name].case(rows)
-    adds = ranks > 1 and problem.epilogue == ADD
-    return problem._replace(epilogue=STORE) if adds else problem
+    if ranks == 1 or problem.epilogue != ADD:
+        return [problem]
+    return [problem, problem._replace(epilogue=STORE)]
 
 
 def _tune(
