@@ -180,7 +180,10 @@ class GPTNetwork(Network):
         from megatron_async.device import waiting_grids
 
         reason = waiting_grids.claim(self.device, owner, self.parallel)
+        if self.parallel is not None and not self._has_stages and not self.parallel.is_given:
+            reason = self.parallel.agree(reason, self._fused.tuned)
         if reason is not None:
+            waiting_grids.release(owner)
             logger.info("no kernel waits for its own CTAs, or those of other ranks: %s", reason)
         return reason is None
 

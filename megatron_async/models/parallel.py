@@ -164,6 +164,22 @@ class ModelParallel:
 
         return new_group_of_members(ranks)
 
+    def agree(self, reason: str | None, *alike: object) -> str | None:
+        """The first reason that a rank has against something, on all ranks of the layout. To be
+        called by all, at the same time.
+
+        Args:
+            alike: what all ranks must have alike; where they have not, that is a reason.
+        """
+        said: list[Any] = [None] * self.layout.world_size
+        dist.all_gather_object(said, (reason, alike), group=self.everyone)
+        for number, (other, theirs) in enumerate(said):
+            if other is not None:
+                return f"rank {number}: {other}"
+            if theirs != said[0][1]:
+                return f"rank {number} is not like rank 0: {theirs}, {said[0][1]}"
+        return None
+
     def _neighbour(self, stages: int) -> int:
         """The rank in this one's place ``stages`` stages further, as torch numbers it."""
         neighbour: int = self.ranks[self.layout.neighbour(self.rank, stages)]

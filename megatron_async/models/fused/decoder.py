@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import decode_attention
 from megatron_async.kernels.gemm.tile_config import (
     ANY_SHAPE_ROWS,
@@ -246,6 +247,13 @@ class FusedDecoder:
             return True
         blocks = (place.fused for place in self._places)
         return any(isinstance(block, MoeBlock) and block.has_waiting_grid for block in blocks)
+
+    @property
+    def tuned(self) -> str:
+        """The GPU's name, and what tells tables of tuned configs apart: ranks whose kernels wait
+        for each other's have the same."""
+        name = cuda.device_name(self._device.index or 0)
+        return f"{name}, tile configs {self._gemms.digest}"
 
     @property
     def gemms(self) -> dict[str, Gemm]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ import torch
 from megatron_async.build.runner import open_runner
 from megatron_async.build.spec import EngineSpec
 from megatron_async.device import waiting_grids
+from megatron_async.models.parallel import ModelParallel
 from megatron_async.models.served import ServedModel
+from megatron_async.ranks.layout import Layout
 from tests.support.engines import config_at
 from tests.support.hash_model import HashModel
 
@@ -50,11 +53,43 @@ def test_an_engine_that_nobody_holds_has_no_claim() -> None:
     assert waiting_grids.claim(GPU, second) is None
 
 
+def ranks(*, is_given: bool = False, pipeline: int = 1) -> Any:
+    return SimpleNamespace(is_given=is_given, layout=Layout(tensor=2, pipeline=pipeline))
+
+
+@pytest.mark.parametrize(
+    ("reasons", "tables", "agreed"),
+    [
+        ((None, None), ("a", "a"), None),
+        ((None, "it is shared"), ("a", "a"), "rank 1: it is shared"),
+        ((None, None), ("a", "b"), "rank 1 is not like rank 0: ('b',), ('a',)"),
+    ],
+)
+def test_all_ranks_say_the_same(
+    reasons: tuple[str | None, ...],
+    tables: tuple[str, ...],
+    agreed: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def gather(said: list[Any], own: Any, group: Any) -> None:
+        said[:] = zip(reasons, ((table,) for table in tables), strict=True)
+        assert own in said
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    own = ModelParallel.__new__(ModelParallel)
+    vars(own).update(layout=Layout(tensor=2), everyone=None)
+    for reason, table in zip(reasons, tables, strict=True):
+        assert own.agree(reason, table) == agreed
+
+
 def test_not_with_other_ranks_nor_under_mps(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(torch.distributed, "is_initialized", lambda: True)
         patch.setattr(torch.distributed, "get_world_size", lambda: 2)
         assert "other ranks" in str(waiting_grids.claim(GPU, Owner()))
+        assert "other ranks" in str(waiting_grids.claim(GPU, Owner(), ranks(is_given=True)))
+        assert "stages" in str(waiting_grids.claim(GPU, Owner(), ranks(pipeline=2)))
+        assert waiting_grids.claim(GPU, Owner(), ranks()) is None
     monkeypatch.setattr(waiting_grids, "_uses_mps", lambda index: True)
     assert "MPS" in str(waiting_grids.claim(GPU, Owner()))
     assert "no GPU" in str(waiting_grids.claim(torch.device("cpu"), Owner()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -122,6 +123,12 @@ class SkinnyGemms:
         self._names: dict[tuple[str, Gemm], str] = {}
         self._kernels: dict[tuple[Gemm, int, int, bool], SkinnyGemm] = {}
         self.too_large: set[tuple[Gemm, int]] = set()
+
+    @property
+    def digest(self) -> str:
+        """Of the tile configs that were found on this machine, eight digits."""
+        found = sorted((tuple(map(str, key)), config) for key, config in self._found.items())
+        return f"{zlib.crc32(repr(found).encode()):08x}"
 
     def leave_unsummed(self, gemm: Gemm, rows: int) -> None:
         """Have another kernel sum over ranks what this GEMM puts out for padded ``rows``."""
