@@ -92,6 +92,12 @@ struct Loaded {
 typedef Vec Loaded[LOADS];
 #endif
 
+// What a vector is multiplied by.
+#define PARTS (IN_VECTOR / 8)
+struct Inputs {
+  Vec part[PARTS];
+};
+
 extern __shared__ __align__(128) char shared[];
 
 __device__ __forceinline__ Slot* slots() { return (Slot*)(shared + SLOTS_AT); }

@@ -65,7 +65,8 @@ struct Down {
   DownScales scales;
 #endif
   DownPlace at, ahead;
-  float sum = 0.f, added = 0.f, weight = 0.f;  // `added` and `weight` are of this thread's element
+  DownSums sums;
+  float added = 0.f, weight = 0.f;  // of this thread's element
 #if SUMS
   float stream = 0.f;  // of it, the residual; `added` is what this rank adds to its own sums
   // Of the element of the tile before, whose sums were sent.
@@ -78,19 +79,19 @@ struct Down {
   __device__ __forceinline__ float* totals() const {
     return (float*)(shared + TOTALS_AT) + parity * ROWS * TILE;
   }
-  __device__ __forceinline__ static bool inside(int step, int u, int& vector) {
-    vector = (step * LOADS + u) * 32 + (int)(threadIdx.x % 32);
-    return ROW_VECTORS % (32 * LOADS) == 0 || vector < ROW_VECTORS;
+  __device__ __forceinline__ static Vectors<ROW_VECTORS, LOADS> vectors(int step) {
+    return {DOWN_STEPS == 1 ? 0 : step};
   }
 
   __device__ __forceinline__ void load(Loaded& into) {
     if (ahead.tile >= TILES || live == 0) return;
     const Slot* of_row = slots() + ahead.row * SLOTS;
     const int column = ahead.tile * TILE + ahead.in_tile();
-    int vector;
+    const auto row = vectors(ahead.step);
 #pragma unroll
-    for (int u = 0; u < LOADS; u++)
-      if (inside(ahead.step, u, vector)) {
+    for (int u = 0; u < LOADS; u++) {
+      const int vector = row.of(u);
+      if (row.has(u)) {
         const Slot& slot = of_row[vector / INNER_VECTORS];
         const int stride = (SHARED && slot.expert >= EXPERTS ? SHARED : 1) * DOWN_WIDTH;
         into[u] =
@@ -98,28 +99,26 @@ struct Down {
 #if W8 || W4
         into.scale[u] = scales.of(slot.expert, column, vector % INNER_VECTORS);
 #endif
+      } else if (DOWN_ON_TENSOR_CORES && row.has_some(u)) {
+        clear(into, u);
       }
+    }
     ahead.advance(live);
   }
 
   __device__ __forceinline__ void use(const Loaded& from) {
     if (at.tile >= TILES) return;
     const u32 x = shared_address(shared + ACTIVATED_AT) + at.row * ROW_WORDS * 2;
-    int vector;
+    const auto row = vectors(at.step);
 #pragma unroll
     for (int u = 0; u < LOADS; u++)
-      if (inside(at.step, u, vector)) {
-#if W8 || W4
-        add_products(sum, from[u], from.scale[u], load_inputs(x + vector * IN_VECTOR * 2));
-#else
-        add_products(sum, from[u], load_shared(x + vector * 16));
-#endif
-      }
+      if (DOWN_ON_TENSOR_CORES ? row.has_some(u) : row.has(u))
+        sums.add<1, true>(from, u, 0, load_inputs<ROW_VECTORS>(x, row.last_or(u)));
     const DownPlace done = at;
     at.advance(live);
     if (at.step != 0) return;
-    const float total = sum_of_warp(sum);
-    sum = 0.f;
+    const float total = sums.total(0);
+    sums.clear();
     if (threadIdx.x % 32 == 0) totals()[live_rows()[done.row] * TILE + done.in_tile()] = total;
     if (at.tile != done.tile) finish(done.tile);
   }
@@ -191,6 +190,7 @@ struct Down {
     Loaded a, b;
     load(a);
     load(b);
+    sums.clear();
     prepare(blockIdx.x);
     for (int i = threadIdx.x; i < 2 * ROWS * TILE; i += THREADS)
       ((float*)(shared + TOTALS_AT))[i] = 0.f;  // what dead rows have
@@ -225,9 +225,7 @@ struct Down {
         const int i = first + k * THREADS;
         if (i >= all) continue;
         while (!has_arrived(v[k], launch)) wait_a_little(), v[k] = poll_vec(words(i));
-        u32* into = (u32*)(shared + ACTIVATED_AT) + i * 2;
-        into[0] = v[k].x >> 16 | (v[k].y & 0xffff0000u);
-        into[1] = v[k].z >> 16 | (v[k].w & 0xffff0000u);
+        put_activations(i / EACH, i % EACH, upper_halves(v[k].x, v[k].y), upper_halves(v[k].z, v[k].w));
       }
     }
   }

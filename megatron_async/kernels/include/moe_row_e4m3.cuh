@@ -1,7 +1,5 @@
 // Weights of experts in e4m3: where their scales are, and products with them. A vector has 16 weights,
-// which share a scale: sums of such have a float for it. What they are multiplied by is 32 bytes of shared
-// memory, of which every other four lanes read the second half first, so that no two of eight meet in a
-// bank.
+// which share a scale: sums of such have a float for it.
 
 #define UP_GROUPS (H / UP_COLUMNS)  // scales of a row
 #define DOWN_GROUPS (INNER / DOWN_COLUMNS)
@@ -49,25 +47,49 @@ struct DownScales {
   }
 };
 
-struct Inputs {
-  Vec first, second;  // as this lane has read them
-};
-
-__device__ __forceinline__ Inputs load_inputs(u32 at) {
-  const u32 half = threadIdx.x % 8 / 4 * 16;
-  return Inputs{load_shared(at + half), load_shared(at + (half ^ 16))};
-}
+// Tensor cores add up four lanes: these have one scale where all of a row have, and where groups of columns,
+// of one expert each, end with fours.
+#if TENSOR_CORES && UP_GROUPS == 1 && (!SHARED || SHARED_UP_GROUPS == 1)
+#define UP_BY_ROW 1
+#endif
+#if TENSOR_CORES && UP_COLUMNS % 64 == 0 && (!SHARED || SHARED_UP_COLUMNS % 64 == 0) || UP_BY_ROW
+#define UP_ON_TENSOR_CORES 1
+#define UP_FACTOR 0x5f805f80u
+#endif
+#if TENSOR_CORES && INNER % 64 == 0 && DOWN_COLUMNS % 64 == 0 && (!SHARED || SHARED_DOWN_COLUMNS % 64 == 0)
+#define DOWN_ON_TENSOR_CORES 1
+#define DOWN_FACTOR 0x5f805f80u
+#endif
+// There weights are their bits in place, 2^-120 of them, and inputs 2^64 times too large. So products are
+// normal numbers of fp32 from 2^-70 on, and inputs finite up to 2^63.
+#define MISSING 0x1p56f
 
 __device__ __forceinline__ void add_four(float& sum, u32 weights, u32 a, u32 b) {
   const float4 w = widen_four(weights);
   sum += w.x * low(a), sum += w.y * high(a), sum += w.z * low(b), sum += w.w * high(b);
 }
-__device__ __forceinline__ void add_products(float& sum, const Vec& w, float scale, const Inputs& x) {
-  const bool flipped = threadIdx.x % 8 >= 4;
+__device__ __forceinline__ void add_vector(float& sum, const Loaded& from, int u, const Inputs& x) {
   float part = 0.f;
-  add_four(part, flipped ? w.z : w.x, x.first.x, x.first.y);
-  add_four(part, flipped ? w.w : w.y, x.first.z, x.first.w);
-  add_four(part, flipped ? w.x : w.z, x.second.x, x.second.y);
-  add_four(part, flipped ? w.y : w.w, x.second.z, x.second.w);
-  sum += part * scale;
+  add_four(part, from[u].x, x.part[0].x, x.part[0].y);
+  add_four(part, from[u].y, x.part[0].z, x.part[0].w);
+  add_four(part, from[u].z, x.part[1].x, x.part[1].y);
+  add_four(part, from[u].w, x.part[1].z, x.part[1].w);
+  sum += part * from.scale[u];
+}
+
+template <int HALVES>
+__device__ __forceinline__ void multiply_four(float (&c)[4], u32 w, u32 other, u32 a, u32 b) {
+  constexpr bool two = HALVES == 2;
+  mma(c, e4m3_bits(w, 0), two ? e4m3_bits(other, 0) : 0, e4m3_bits(w, 1), two ? e4m3_bits(other, 1) : 0, a,
+      b);
+}
+// Of a vector, and of one of the other half if there is one, as DiagonalSums says.
+template <int HALVES>
+__device__ __forceinline__ void multiply(float (&c)[4], const Loaded& from, int u, int other,
+                                         const Inputs& x) {
+  const Vec &w = from[u], &o = from[other];
+  multiply_four<HALVES>(c, w.x, o.x, x.part[0].x, x.part[0].y);
+  multiply_four<HALVES>(c, w.y, o.y, x.part[0].z, x.part[0].w);
+  multiply_four<HALVES>(c, w.z, o.z, x.part[1].x, x.part[1].y);
+  multiply_four<HALVES>(c, w.w, o.w, x.part[1].z, x.part[1].w);
 }

@@ -1,6 +1,5 @@
 // Weights of experts in MXFP4: where their scales are, and products with them. A vector has 32 numbers,
-// which share a scale: sums of such have a byte for it. What they are multiplied by is 64 bytes of shared
-// memory, a quarter of which eight lanes read from another place each, so that no two meet in a bank.
+// which share a scale: sums of such have a byte for it.
 
 #define UP_GROUPS (H / 32)  // scales of a row
 #define DOWN_GROUPS (INNER / 32)
@@ -29,40 +28,64 @@ struct DownScales {
   }
 };
 
-struct Inputs {
-  Vec part[4];  // as this lane has read them
-};
+#define UP_ON_TENSOR_CORES TENSOR_CORES
+#define DOWN_ON_TENSOR_CORES TENSOR_CORES
+// There weights are multiplied by a power of two that has their scale: that is exact for scales from 2^-88
+// to 2^45, and leaves products 2^44 times too small, which are normal numbers of fp32 from 2^-82 on. Larger
+// scales become infinities, 255 among them, so that what comes out is not finite.
+#define MISSING 0x1p44f
 
-// The quarter of a vector that a lane reads first.
-__device__ __forceinline__ u32 first_quarter() { return threadIdx.x / 2 % 4; }
-
-__device__ __forceinline__ Inputs load_inputs(u32 at) {
-  Inputs x;
-#pragma unroll
-  for (u32 k = 0; k < 4; k++) x.part[k] = load_shared(at + (k + first_quarter()) % 4 * 16);
-  return x;
+// Twice, as bfloat16.
+__device__ __forceinline__ u32 factor_of(Scale scale) {
+  return (min((u32)scale, 255u - 82u) + 82u) * 0x800080u;
 }
 
-// Numbers PLACE and PLACE + 4 of a word, exactly.
-template <int PLACE>
-__device__ __forceinline__ u32 widen_pair(u32 word) {
-  return mul2(mxfp4_bits<PLACE>(word), 0x7e807e80u);
-}
+// Each word's numbers and inputs are pairs, n and n + 4 of eight.
 __device__ __forceinline__ void add_eight(float& sum, u32 word, const Vec& x) {
-  const u32 a = widen_pair<0>(word), b = widen_pair<1>(word), c = widen_pair<2>(word),
-            d = widen_pair<3>(word);
-  sum += low(a) * low(x.x), sum += low(b) * high(x.x), sum += low(c) * low(x.y), sum += low(d) * high(x.y);
-  sum += high(a) * low(x.z), sum += high(b) * high(x.z), sum += high(c) * low(x.w);
+  constexpr u32 BIAS = 0x7e807e80u;
+  const u32 a = mul2(mxfp4_bits<0>(word), BIAS), b = mul2(mxfp4_bits<1>(word), BIAS),
+            c = mul2(mxfp4_bits<2>(word), BIAS), d = mul2(mxfp4_bits<3>(word), BIAS);
+  sum += low(a) * low(x.x), sum += low(b) * low(x.y), sum += low(c) * low(x.z), sum += low(d) * low(x.w);
+  sum += high(a) * high(x.x), sum += high(b) * high(x.y), sum += high(c) * high(x.z);
   sum += high(d) * high(x.w);
 }
-__device__ __forceinline__ void add_products(float& sum, const Vec& w, Scale scale, const Inputs& x) {
-  const bool by_one = first_quarter() & 1, by_two = first_quarter() & 2;
-  const u32 a = by_one ? w.y : w.x, b = by_one ? w.z : w.y, c = by_one ? w.w : w.z, d = by_one ? w.x : w.w;
+__device__ __forceinline__ void add_vector(float& sum, const Loaded& from, int u, const Inputs& x) {
   float part = 0.f;
-  add_eight(part, by_two ? c : a, x.part[0]);
-  add_eight(part, by_two ? d : b, x.part[1]);
-  add_eight(part, by_two ? a : c, x.part[2]);
-  add_eight(part, by_two ? b : d, x.part[3]);
+  add_eight(part, from[u].x, x.part[0]);
+  add_eight(part, from[u].y, x.part[1]);
+  add_eight(part, from[u].z, x.part[2]);
+  add_eight(part, from[u].w, x.part[3]);
   // 255 becomes an infinity, so that what comes out is not finite.
-  sum += part * __uint_as_float(scale ? (u32)scale << 23 : 0x400000u);
+  const u32 scale = from.scale[u];
+  sum += part * __uint_as_float(scale ? scale << 23 : 0x400000u);
+}
+
+template <int HALVES, int PLACE>
+__device__ __forceinline__ void multiply_two(float (&c)[4], u32 w, u32 other, const u32 (&factor)[HALVES],
+                                             u32 a, u32 b) {
+  u32 first = 0, second = 0;
+  if constexpr (HALVES == 2) {
+    first = mul2(mxfp4_bits<PLACE>(other), factor[1]);
+    second = mul2(mxfp4_bits<PLACE + 1>(other), factor[1]);
+  }
+  mma(c, mul2(mxfp4_bits<PLACE>(w), factor[0]), first, mul2(mxfp4_bits<PLACE + 1>(w), factor[0]), second, a,
+      b);
+}
+template <int HALVES>
+__device__ __forceinline__ void multiply_eight(float (&c)[4], u32 w, u32 other,
+                                               const u32 (&factor)[HALVES], const Vec& x) {
+  multiply_two<HALVES, 0>(c, w, other, factor, x.x, x.y);
+  multiply_two<HALVES, 2>(c, w, other, factor, x.z, x.w);
+}
+// Of a vector, and of one of the other half if there is one, as DiagonalSums says.
+template <int HALVES>
+__device__ __forceinline__ void multiply(float (&c)[4], const Loaded& from, int u, int other,
+                                         const Inputs& x) {
+  u32 factor[HALVES] = {factor_of(from.scale[u])};
+  if (HALVES == 2) factor[HALVES - 1] = factor_of(from.scale[other]);
+  const Vec &w = from[u], &o = from[other];
+  multiply_eight<HALVES>(c, w.x, o.x, factor, x.part[0]);
+  multiply_eight<HALVES>(c, w.y, o.y, factor, x.part[1]);
+  multiply_eight<HALVES>(c, w.z, o.z, factor, x.part[2]);
+  multiply_eight<HALVES>(c, w.w, o.w, factor, x.part[3]);
 }

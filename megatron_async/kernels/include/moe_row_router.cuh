@@ -85,7 +85,7 @@ __device__ __forceinline__ void norm_and_route(const RouterWeights& weights, con
       if (at >= VECTORS) continue;
       const Vec bias = has_bias ? weights.bias[k] : Vec{0, 0, 0, 0};
       const Vec normed = norm_vector(own[row][k], mean, scale, weights.norm[k], bias);
-      store_shared(shared_address(shared + X_AT) + (row * VECTORS + at) * 16, normed);
+      put_normed(row, at, normed);
 #pragma unroll
       for (int l = 0; l < OWN_LOGITS && ROUTES; l++)
         if (blockIdx.x + l * CTAS < LOGITS) add_products(logit[l], weights.experts[l][k], normed);

@@ -18,14 +18,14 @@ struct Up {
   u32 claim;               // lane 0's, perhaps on its way
   const Weight* row_ahead;
   size_t half_ahead;       // from a row of the gate to that of the other half
-  float gate, other, gate_bias, other_bias;
+  UpSums sums;  // of the gate and of the other half
+  float gate_bias, other_bias;
 #if W8 || W4
   UpScales scales;
 #endif
 
-  __device__ __forceinline__ static bool inside(int step, int u, int& vector) {
-    vector = (step * DEPTH + u) * 32 + (int)(threadIdx.x % 32);
-    return UP_VECTORS % (32 * DEPTH) == 0 || vector < UP_VECTORS;
+  __device__ __forceinline__ static Vectors<UP_VECTORS, DEPTH> vectors(int step) {
+    return {UP_STEPS == 1 ? 0 : step};
   }
 
   __device__ __forceinline__ void claim_next() {
@@ -49,18 +49,24 @@ struct Up {
 #endif
       if (!has_own) claim_next();
     }
-    int vector;
+    const auto row = vectors(loaded.step);
 #pragma unroll
-    for (int u = 0; u < DEPTH; u++)
-      if (inside(loaded.step, u, vector)) {
+    for (int u = 0; u < DEPTH; u++) {
+      const int vector = row.of(u);
+      if (row.has(u)) {
         into[u] = load_weights(row_ahead + vector * VECTOR_WIDTH);
         if (GATED)
           into[(LOADS - DEPTH) + u] = load_weights(row_ahead + half_ahead + vector * VECTOR_WIDTH);
 #if W8 || W4
+        if (UP_BY_ROW && u) continue;  // the first is that of all
         into.scale[u] = scales.of(vector, false);
         if (GATED) into.scale[(LOADS - DEPTH) + u] = scales.of(vector, true);
 #endif
+      } else if (UP_ON_TENSOR_CORES && row.has_some(u)) {
+        clear(into, u);
+        if (GATED) clear(into, (LOADS - DEPTH) + u);
       }
+    }
     if (++ahead.step == UP_STEPS)
       ahead.step = 0, ahead.item = has_own ? loaded.item + WARPS : claimed();
     return loaded;
@@ -71,7 +77,8 @@ struct Up {
     const Slot& slot = slots()[at.item / INNER];
     const int row = live_rows()[at.item / ROW_WORDS], i = at.item % INNER;
     if (at.step == 0) {
-      gate = other = gate_bias = other_bias = 0.f;
+      sums.clear();
+      gate_bias = other_bias = 0.f;
       if (b1 && slot.expert < EXPERTS) {
         const u16* of_expert = b1 + (size_t)slot.expert * (1 + GATED) * INNER + i;
         gate_bias = widen(of_expert[0]);
@@ -79,24 +86,22 @@ struct Up {
       }
     }
     const u32 x = shared_address(shared + X_AT) + row * H * 2;
-    int vector;
+    const auto of_row = vectors(at.step);
 #pragma unroll
     for (int u = 0; u < DEPTH; u++)
-      if (inside(at.step, u, vector)) {
-#if W8 || W4
-        const Inputs normed = load_inputs(x + vector * IN_VECTOR * 2);
-        add_products(gate, from[u], from.scale[u], normed);
-        if (GATED)
-          add_products(other, from[(LOADS - DEPTH) + u], from.scale[(LOADS - DEPTH) + u], normed);
-#else
-        const Vec normed = load_shared(x + vector * 16);
-        add_products(gate, from[u], normed);
-        if (GATED) add_products(other, from[(LOADS - DEPTH) + u], normed);
-#endif
+      if (UP_ON_TENSOR_CORES ? of_row.has_some(u) : of_row.has(u)) {
+        const Inputs normed = load_inputs<UP_VECTORS>(x, of_row.last_or(u));
+        sums.add<1 + GATED, !UP_BY_ROW>(from, u, (LOADS - DEPTH) + u, normed);
       }
     if (at.step + 1 < UP_STEPS) return;
-    float out = sum_of_warp(gate) + gate_bias, factor = 1.f;
-    if (GATED) factor = sum_of_warp(other) + other_bias;
+    float out = sums.total(0), factor = 1.f;
+    if (GATED) factor = sums.total(1);
+#if W8
+    if (UP_BY_ROW) out *= from.scale[0];
+    if (UP_BY_ROW && GATED) factor *= from.scale[LOADS - DEPTH];
+#endif
+    out += gate_bias;
+    if (GATED) factor += other_bias;
     if (HAS_LIMIT) {
       out = at_most(out, limit);
       factor = GATED ? at_most(at_least(factor, -limit), limit) : factor;

@@ -15,6 +15,8 @@
 //   W8         1: the experts' weights are e4m3, with fp32 scales for UP_COLUMNS and DOWN_COLUMNS of a row, of
 //              the shared experts' for SHARED_UP_COLUMNS and SHARED_DOWN_COLUMNS
 //   W4         1: they are MXFP4, packed, with a byte for the scale of 32 of a row; else bfloat16
+//   TENSOR_CORES 1: products with the experts' weights are by mma, where a scale covers what it takes, 0: they
+//              are in fp32
 //   SUMS       1: `out` is summed over RANKS ranks, each of which has a share of every expert; see peer_sum.cu
 //   MIN_SHARED bytes of shared memory to take at least: more than half keeps two CTAs off one SM
 //
@@ -31,15 +33,18 @@
 #if SUMS
 #include "peer_words.cuh"
 #endif
-#include "moe_row_router.cuh"
-#include "moe_row_choice.cuh"
 #if W8
+#include "e4m3.cuh"
 #include "moe_row_e4m3.cuh"
-#endif
-#if W4
+#elif W4
 #include "mxfp4.cuh"
 #include "moe_row_mxfp4.cuh"
+#else
+#include "moe_row_bf16.cuh"
 #endif
+#include "moe_row_products.cuh"
+#include "moe_row_router.cuh"
+#include "moe_row_choice.cuh"
 #include "moe_activation.cuh"
 #include "moe_row_up.cuh"
 #include "moe_row_down.cuh"

@@ -196,6 +196,7 @@ class MoeRow:
         ctas: of the grid; no more than the device has SMs are launched.
         threads, loads, claimed: see :data:`THREADS` and :data:`CLAIMED`; None for the threads of
             the weights' format that fit the tile.
+        tensor_cores: whether experts' weights are multiplied there; None for e4m3 and MXFP4 alone.
 
     Attributes:
         statistic_rows: elements that one partial statistic covers.
@@ -210,12 +211,14 @@ class MoeRow:
         threads: int | None = None,
         loads: int = LOADS,
         claimed: int = CLAIMED,
+        tensor_cores: bool | None = None,
     ) -> None:
         if device.type == "cuda":  # more would wait for each other in vain
             ctas = min(ctas, cuda.sm_count(device.index or 0))
         self._shape, self._device, self._ctas = shape, device, ctas
         self._limit = block_limit(device)
         self._loads, self._claimed = loads, claimed
+        self._tensor_cores = shape.weight_size is not None if tensor_cores is None else tensor_cores
         self.statistic_rows = tile(shape.hidden, ctas)
         self._threads = threads or min(most_threads(shape), 32 * self.statistic_rows)
         logits = shape.settings.num_experts + 1
@@ -246,6 +249,7 @@ class MoeRow:
             "FUNCTION": FUNCTIONS.index(activation.function),
             "HAS_LIMIT": int(activation.limit is not None), "TILE": self.statistic_rows,
             "THREADS": self._threads, "LOADS": self._loads, "CLAIMED": self._claimed,
+            "TENSOR_CORES": int(self._tensor_cores),
             "MIN_SHARED": min(MIN_SHARED_BYTES, self._limit - STATIC_BYTES),
         }  # fmt: skip
 
