@@ -84,7 +84,11 @@ extern "C" __device__ const int shared_bytes = SHARED_BYTES > MIN_SHARED ? SHARE
 #if W8 || W4
 struct Loaded {
   Vec v[LOADS];
+#if W4
+  u32 scale[LOADS];
+#else
   Scale scale[LOADS];
+#endif
   __device__ __forceinline__ Vec& operator[](int u) { return v[u]; }
   __device__ __forceinline__ const Vec& operator[](int u) const { return v[u]; }
 };

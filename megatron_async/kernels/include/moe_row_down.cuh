@@ -5,10 +5,16 @@
 // Where a warp is among its columns: column by column, and each for all live rows.
 struct DownPlace {
   int tile, column = 0, row = 0, step = 0;
-  __device__ __forceinline__ void advance(int live) {
-    if (++step < DOWN_STEPS) return;
+  // Behind load or use WHICH, of which the second has a row's second step. Returns whether a row is over.
+  template <int WHICH>
+  __device__ __forceinline__ bool advance(int live) {
+    if (DOWN_STEPS == 2 ? WHICH == 0 : DOWN_STEPS > 2 && ++step < DOWN_STEPS) return false;
     step = 0;
-    if (++row < live) return;
+    next_row(live);
+    return true;
+  }
+  __device__ __forceinline__ void next_row(int live) {
+    if (ROWS > 1 && ++row < live) return;
     row = 0;
     if (++column < WARP_COLUMNS) return;
     column = 0;
@@ -79,44 +85,45 @@ struct Down {
   __device__ __forceinline__ float* totals() const {
     return (float*)(shared + TOTALS_AT) + parity * ROWS * TILE;
   }
-  __device__ __forceinline__ static Vectors<ROW_VECTORS, LOADS> vectors(int step) {
-    return {DOWN_STEPS == 1 ? 0 : step};
-  }
-
+  template <int WHICH>
   __device__ __forceinline__ void load(Loaded& into) {
     if (ahead.tile >= TILES || live == 0) return;
     const Slot* of_row = slots() + ahead.row * SLOTS;
     const int column = ahead.tile * TILE + ahead.in_tile();
-    const auto row = vectors(ahead.step);
+    const Vectors<ROW_VECTORS, LOADS> row(ahead.step, WHICH);
 #pragma unroll
     for (int u = 0; u < LOADS; u++) {
       const int vector = row.of(u);
       if (row.has(u)) {
-        const Slot& slot = of_row[vector / INNER_VECTORS];
+        // A lane's slot is the first lane's or, of slots that are not shorter, the next one.
+        const int begin = row.first(u) / INNER_VECTORS, next = (begin + 1) * INNER_VECTORS;
+        const int k = INNER_VECTORS < 32 ? vector / INNER_VECTORS : begin + (vector >= next);
+        const int own = vector - k * INNER_VECTORS;
+        const Slot& slot = of_row[k];
         const int stride = (SHARED && slot.expert >= EXPERTS ? SHARED : 1) * DOWN_WIDTH;
         into[u] =
-            load_weights(slot.down + (size_t)column * stride + vector % INNER_VECTORS * VECTOR_WIDTH);
+            load_weights(slot.down + (size_t)column * stride + own * VECTOR_WIDTH);
 #if W8 || W4
-        into.scale[u] = scales.of(slot.expert, column, vector % INNER_VECTORS);
+        into.scale[u] = scales.of(slot.expert, column, own);
 #endif
       } else if (DOWN_ON_TENSOR_CORES && row.has_some(u)) {
         clear(into, u);
       }
     }
-    ahead.advance(live);
+    ahead.advance<WHICH>(live);
   }
 
+  template <int WHICH>
   __device__ __forceinline__ void use(const Loaded& from) {
     if (at.tile >= TILES) return;
     const u32 x = shared_address(shared + ACTIVATED_AT) + at.row * ROW_WORDS * 2;
-    const auto row = vectors(at.step);
+    const Vectors<ROW_VECTORS, LOADS> row(at.step, WHICH);
 #pragma unroll
     for (int u = 0; u < LOADS; u++)
       if (DOWN_ON_TENSOR_CORES ? row.has_some(u) : row.has(u))
         sums.add<1, true>(from, u, 0, load_inputs<ROW_VECTORS>(x, row.last_or(u)));
     const DownPlace done = at;
-    at.advance(live);
-    if (at.step != 0) return;
+    if (!at.advance<WHICH>(live)) return;
     const float total = sums.total(0);
     sums.clear();
     if (threadIdx.x % 32 == 0) totals()[live_rows()[done.row] * TILE + done.in_tile()] = total;
@@ -188,8 +195,8 @@ struct Down {
   __device__ __forceinline__ void run(const u32* activated, u32 launch) {
     at.tile = ahead.tile = blockIdx.x;
     Loaded a, b;
-    load(a);
-    load(b);
+    load<0>(a);
+    load<1>(b);
     sums.clear();
     prepare(blockIdx.x);
     for (int i = threadIdx.x; i < 2 * ROWS * TILE; i += THREADS)
@@ -200,10 +207,10 @@ struct Down {
       for (int tile = blockIdx.x; tile < TILES; tile += CTAS) finish(tile);
     else
       while (at.tile < TILES) {
-        use(a);
-        load(a);
-        use(b);
-        load(b);
+        use<0>(a);
+        load<0>(a);
+        use<1>(b);
+        load<1>(b);
       }
 #if SUMS
     if (threadIdx.x < (ROWS * TILE + 31) / 32 * 32) add_up();

@@ -77,19 +77,26 @@ __device__ __forceinline__ void add_vector(float& sum, const Loaded& from, int u
   sum += part * from.scale[u];
 }
 
-template <int HALVES>
-__device__ __forceinline__ void multiply_four(float (&c)[4], u32 w, u32 other, u32 a, u32 b) {
-  constexpr bool two = HALVES == 2;
-  mma(c, e4m3_bits(w, 0), two ? e4m3_bits(other, 0) : 0, e4m3_bits(w, 1), two ? e4m3_bits(other, 1) : 0, a,
-      b);
+#if TENSOR_CORES
+// As DiagonalSums says.
+__device__ __forceinline__ void multiply(float (&c)[2][4], const Vec& w, const Inputs& x) {
+  const u32 words[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    const Vec& a = x.part[k];
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      mma(c[i], a.x, a.y, a.z, a.w, e4m3_bits(words[k * 2], i), e4m3_bits(words[k * 2 + 1], i));
+  }
 }
-// Of a vector, and of one of the other half if there is one, as DiagonalSums says.
-template <int HALVES>
-__device__ __forceinline__ void multiply(float (&c)[4], const Loaded& from, int u, int other,
-                                         const Inputs& x) {
-  const Vec &w = from[u], &o = from[other];
-  multiply_four<HALVES>(c, w.x, o.x, x.part[0].x, x.part[0].y);
-  multiply_four<HALVES>(c, w.y, o.y, x.part[0].z, x.part[0].w);
-  multiply_four<HALVES>(c, w.z, o.z, x.part[1].x, x.part[1].y);
-  multiply_four<HALVES>(c, w.w, o.w, x.part[1].z, x.part[1].w);
+// As GatedSums says.
+__device__ __forceinline__ void multiply(float (&c)[4], const Vec& w, const Vec& other, const Inputs& x) {
+  const u32 words[4] = {w.x, w.y, w.z, w.w}, others[4] = {other.x, other.y, other.z, other.w};
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    const Vec& of = x.part[k / 2];
+    mma(c, e4m3_bits(words[k], 0), e4m3_bits(others[k], 0), e4m3_bits(words[k], 1), e4m3_bits(others[k], 1),
+        k % 2 ? of.z : of.x, k % 2 ? of.w : of.y);
+  }
 }
+#endif

@@ -36,8 +36,8 @@ struct DownScales {
 #define MISSING 0x1p44f
 
 // Twice, as bfloat16.
-__device__ __forceinline__ u32 factor_of(Scale scale) {
-  return (min((u32)scale, 255u - 82u) + 82u) * 0x800080u;
+__device__ __forceinline__ u32 factor_of(u32 scale) {
+  return (min(scale, 255u - 82u) + 82u) * 0x800080u;
 }
 
 // Each word's numbers and inputs are pairs, n and n + 4 of eight.
@@ -60,32 +60,31 @@ __device__ __forceinline__ void add_vector(float& sum, const Loaded& from, int u
   sum += part * __uint_as_float(scale ? scale << 23 : 0x400000u);
 }
 
-template <int HALVES, int PLACE>
-__device__ __forceinline__ void multiply_two(float (&c)[4], u32 w, u32 other, const u32 (&factor)[HALVES],
-                                             u32 a, u32 b) {
-  u32 first = 0, second = 0;
-  if constexpr (HALVES == 2) {
-    first = mul2(mxfp4_bits<PLACE>(other), factor[1]);
-    second = mul2(mxfp4_bits<PLACE + 1>(other), factor[1]);
+#if TENSOR_CORES
+// As DiagonalSums says.
+__device__ __forceinline__ void multiply(float (&c)[2][4], const Vec& w, u32 factor, const Inputs& x) {
+  const u32 words[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    const Vec& a = x.part[k];
+    mma(c[0], a.x, a.y, a.z, a.w, mul2(mxfp4_bits<0>(words[k]), factor), mul2(mxfp4_bits<2>(words[k]), factor));
+    mma(c[1], a.x, a.y, a.z, a.w, mul2(mxfp4_bits<1>(words[k]), factor), mul2(mxfp4_bits<3>(words[k]), factor));
   }
-  mma(c, mul2(mxfp4_bits<PLACE>(w), factor[0]), first, mul2(mxfp4_bits<PLACE + 1>(w), factor[0]), second, a,
-      b);
 }
-template <int HALVES>
-__device__ __forceinline__ void multiply_eight(float (&c)[4], u32 w, u32 other,
-                                               const u32 (&factor)[HALVES], const Vec& x) {
-  multiply_two<HALVES, 0>(c, w, other, factor, x.x, x.y);
-  multiply_two<HALVES, 2>(c, w, other, factor, x.z, x.w);
+// As GatedSums says.
+template <int PLACE>
+__device__ __forceinline__ void multiply_pairs(float (&c)[4], u32 w, u32 other, u32 factor, u32 of_other,
+                                               u32 a, u32 b) {
+  mma(c, mul2(mxfp4_bits<PLACE>(w), factor), mul2(mxfp4_bits<PLACE>(other), of_other),
+      mul2(mxfp4_bits<PLACE + 1>(w), factor), mul2(mxfp4_bits<PLACE + 1>(other), of_other), a, b);
 }
-// Of a vector, and of one of the other half if there is one, as DiagonalSums says.
-template <int HALVES>
-__device__ __forceinline__ void multiply(float (&c)[4], const Loaded& from, int u, int other,
-                                         const Inputs& x) {
-  u32 factor[HALVES] = {factor_of(from.scale[u])};
-  if (HALVES == 2) factor[HALVES - 1] = factor_of(from.scale[other]);
-  const Vec &w = from[u], &o = from[other];
-  multiply_eight<HALVES>(c, w.x, o.x, factor, x.part[0]);
-  multiply_eight<HALVES>(c, w.y, o.y, factor, x.part[1]);
-  multiply_eight<HALVES>(c, w.z, o.z, factor, x.part[2]);
-  multiply_eight<HALVES>(c, w.w, o.w, factor, x.part[3]);
+__device__ __forceinline__ void multiply(float (&c)[4], const Vec& w, const Vec& other, u32 factor,
+                                         u32 of_other, const Inputs& x) {
+  const u32 words[4] = {w.x, w.y, w.z, w.w}, others[4] = {other.x, other.y, other.z, other.w};
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    multiply_pairs<0>(c, words[k], others[k], factor, of_other, x.part[k].x, x.part[k].y);
+    multiply_pairs<2>(c, words[k], others[k], factor, of_other, x.part[k].z, x.part[k].w);
+  }
 }
+#endif

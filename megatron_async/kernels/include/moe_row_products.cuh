@@ -11,10 +11,13 @@
 #define DOWN_ON_TENSOR_CORES 0
 #endif
 
-// Of a row of OF_ROW vectors those of this lane in a step, of which each has EACH.
+// Of a row of OF_ROW vectors those of this lane in a step, of which each has EACH. Where two steps or one are
+// a row, `which` of two loads in turn says it, and is known at compile time.
 template <int OF_ROW, int EACH>
 struct Vectors {
   int step;
+  __device__ __forceinline__ Vectors(int step, int which)
+      : step(OF_ROW <= 32 * EACH ? 0 : OF_ROW <= 64 * EACH ? which : step) {}
   __device__ __forceinline__ int first(int u) const { return (step * EACH + u) * 32; }
   __device__ __forceinline__ int of(int u) const { return first(u) + (int)(threadIdx.x % 32); }
   __device__ __forceinline__ bool has(int u) const { return OF_ROW % 32 ? of(u) < OF_ROW : has_some(u); }
@@ -57,8 +60,10 @@ __device__ __forceinline__ void put_normed(int row, int eight, Vec v) {
 #if UP_FACTOR
   v = Vec{mul2(v.x, UP_FACTOR), mul2(v.y, UP_FACTOR), mul2(v.z, UP_FACTOR), mul2(v.w, UP_FACTOR)};
 #endif
-#if W4  // in the order of kernels/moe/mxfp4.py
+#if W4  // pairs, as those of a word of weights
   v = Vec{lower_halves(v.x, v.z), upper_halves(v.x, v.z), lower_halves(v.y, v.w), upper_halves(v.y, v.w)};
+#elif !W8 && TENSOR_CORES  // in the order of DiagonalSums
+  v = Vec{v.x, v.z, v.y, v.w};
 #endif
   store_shared(shared_address(inputs_at<UP_VECTORS>(shared + X_AT + row * H * 2, eight)), v);
 }
@@ -71,6 +76,9 @@ __device__ __forceinline__ void put_activations(int place, int four, u32 a, u32 
 #if W4
   u16* into = (u16*)eight + four % 2;
   into[0] = (u16)a, into[2] = (u16)(a >> 16), into[4] = (u16)b, into[6] = (u16)(b >> 16);
+#elif !W8 && TENSOR_CORES
+  u32* into = (u32*)eight + four % 2;
+  into[0] = a, into[2] = b;
 #else
   u32* into = (u32*)eight + four % 2 * 2;
   into[0] = a, into[1] = b;
@@ -91,43 +99,98 @@ struct LaneSums {
 };
 
 #if TENSOR_CORES
-// By mma. What a lane multiplies goes into no other: of a step of 16 in K lane l's weights are four of row
-// l / 4 of the first operand, those of the other half eight rows below, and its inputs the same four of
-// column l / 4 of the second. So element n of the diagonal is the products of lanes 4n to 4n + 3, and what
-// else comes out is of weights of one column and inputs of another, perhaps not finite, and is never added
-// to these. Lanes 4n + n / 2 have the diagonal, and exclusive or with 4, 9 and 18 leads from each of them to
-// all others, and from others to none of them. All lanes take part, with zeros where they have no vector.
+// By mma. What a lane multiplies goes to no other. Of a step of 16 in K a lane has four numbers of row l / 4
+// of the first operand, four of a row eight below, and four of column l / 4 of the second. So element n of
+// a diagonal of the result is the products of lanes 4n to 4n + 3. What else comes out is of one lane's
+// weights and of another's inputs, perhaps not finite, and is never added to these. Lanes 4n + n / 2 have the
+// diagonal, and exclusive or with 4, 9 and 18 leads from each of them to all others, and from others to none
+// of them. All lanes take part, with zeros where they have no vector.
+
+// What lanes of a diagonal have of their two columns' sums, added up in all of them.
+__device__ __forceinline__ float sum_of_diagonal(float even, float odd) {
+  float sum = threadIdx.x / 4 % 2 ? odd : even;
+  sum += __shfl_xor_sync(~0u, sum, 4);
+  sum += __shfl_xor_sync(~0u, sum, 9);
+  sum += __shfl_xor_sync(~0u, sum, 18);
+  return sum * MISSING;
+}
+
+// A half at a time: rows of the first operand are a lane's inputs, the first and third word of sixteen bytes,
+// and eight below the second and fourth. Weights of the former count in the upper eight rows of one result,
+// of the latter in the lower ones of another.
 struct DiagonalSums {
-  float v[4];  // columns 2 (l % 4) and one more, and of the other half
+  float v[1 + GATED][2][4];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < (1 + GATED) * 8; i++) v[i / 8][i / 4 % 2][i % 4] = 0.f;
+  }
+  // SCALED by what the four lanes of an element have in common.
+  template <int HALVES, bool SCALED>
+  __device__ __forceinline__ void add(const Loaded& from, int u, int other, const Inputs& x) {
+    add_half<SCALED>(v[0], from, u, x);
+    if (HALVES == 2) add_half<SCALED>(v[HALVES - 1], from, other, x);
+  }
+  __device__ __forceinline__ float total(int half) const {
+    const auto& c = v[half];
+    return sum_of_diagonal(c[0][0] + c[1][2], c[0][1] + c[1][3]);
+  }
+
+  template <bool SCALED>
+  __device__ __forceinline__ static void add_half(float (&c)[2][4], const Loaded& from, int u,
+                                                  const Inputs& x) {
+#if W8
+    if (SCALED) {
+      float part[2][4] = {};
+      multiply(part, from[u], x);
+      const float scale = from.scale[u];
+      c[0][0] += scale * part[0][0], c[0][1] += scale * part[0][1];
+      c[1][2] += scale * part[1][2], c[1][3] += scale * part[1][3];
+      return;
+    }
+    multiply(c, from[u], x);
+#elif W4
+    multiply(c, from[u], factor_of(from.scale[u]), x);
+#else
+    multiply(c, from[u], x);
+#endif
+  }
+};
+
+#if GATED && (W8 || W4)
+// Two halves of a gated weight: rows of the first operand are the one's numbers, eight below the other's,
+// and columns of the second are inputs. That is half the instructions, where numbers are widened into
+// registers next to each other.
+struct GatedSums {
+  float v[4];
 
   __device__ __forceinline__ void clear() { v[0] = v[1] = v[2] = v[3] = 0.f; }
-  // SCALED by what the four lanes of an element have in common.
   template <int HALVES, bool SCALED>
   __device__ __forceinline__ void add(const Loaded& from, int u, int other, const Inputs& x) {
 #if W8
     if (SCALED) {
-      float part[4] = {0.f, 0.f, 0.f, 0.f};
-      multiply<HALVES>(part, from, u, other, x);
+      float part[4] = {};
+      multiply(part, from[u], from[other], x);
       v[0] += from.scale[u] * part[0], v[1] += from.scale[u] * part[1];
-      if (HALVES == 2) v[2] += from.scale[other] * part[2], v[3] += from.scale[other] * part[3];
+      v[2] += from.scale[other] * part[2], v[3] += from.scale[other] * part[3];
       return;
     }
+    multiply(v, from[u], from[other], x);
+#else
+    multiply(v, from[u], from[other], factor_of(from.scale[u]), factor_of(from.scale[other]), x);
 #endif
-    multiply<HALVES>(v, from, u, other, x);
   }
-  // Of the elements of the diagonal, in the lanes that have them, the first one among them.
   __device__ __forceinline__ float total(int half) const {
-    float sum = threadIdx.x / 4 % 2 ? v[half * 2 + 1] : v[half * 2];
-    sum += __shfl_xor_sync(~0u, sum, 4);
-    sum += __shfl_xor_sync(~0u, sum, 9);
-    sum += __shfl_xor_sync(~0u, sum, 18);
-    return sum * MISSING;
+    return sum_of_diagonal(v[half * 2], v[half * 2 + 1]);
   }
 };
+#else
+typedef DiagonalSums GatedSums;
+#endif
 #endif
 
 #if UP_ON_TENSOR_CORES
-typedef DiagonalSums UpSums;
+typedef GatedSums UpSums;
 #else
 typedef LaneSums UpSums;
 #endif

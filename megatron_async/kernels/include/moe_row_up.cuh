@@ -24,9 +24,6 @@ struct Up {
   UpScales scales;
 #endif
 
-  __device__ __forceinline__ static Vectors<UP_VECTORS, DEPTH> vectors(int step) {
-    return {UP_STEPS == 1 ? 0 : step};
-  }
 
   __device__ __forceinline__ void claim_next() {
     if (CLAIMED && threadIdx.x % 32 == 0) claim = add_one(claims);
@@ -36,11 +33,12 @@ struct Up {
   }
 
   // Loads a step, and says which.
+  template <int WHICH>
   __device__ __forceinline__ UpPlace load(Loaded& into) {
     const UpPlace loaded = ahead;
     if (loaded.item >= all) return loaded;
     const bool has_own = loaded.item + WARPS < own_end;
-    if (loaded.step == 0) {
+    if (UP_STEPS == 2 ? WHICH == 0 : loaded.step == 0) {
       const Slot& slot = slots()[loaded.item / INNER];
       row_ahead = slot.up + (size_t)(loaded.item % INNER) * UP_WIDTH;
       half_ahead = (size_t)(SHARED && slot.expert >= EXPERTS ? SHARED * INNER : INNER) * UP_WIDTH;
@@ -49,7 +47,7 @@ struct Up {
 #endif
       if (!has_own) claim_next();
     }
-    const auto row = vectors(loaded.step);
+    const Vectors<UP_VECTORS, DEPTH> row(loaded.step, WHICH);
 #pragma unroll
     for (int u = 0; u < DEPTH; u++) {
       const int vector = row.of(u);
@@ -67,16 +65,17 @@ struct Up {
         if (GATED) clear(into, (LOADS - DEPTH) + u);
       }
     }
-    if (++ahead.step == UP_STEPS)
+    if (UP_STEPS == 2 ? WHICH : ++ahead.step == UP_STEPS)
       ahead.step = 0, ahead.item = has_own ? loaded.item + WARPS : claimed();
     return loaded;
   }
 
+  template <int WHICH>
   __device__ __forceinline__ void use(const Loaded& from, UpPlace at) {
     if (at.item >= all) return;
     const Slot& slot = slots()[at.item / INNER];
-    const int row = live_rows()[at.item / ROW_WORDS], i = at.item % INNER;
-    if (at.step == 0) {
+    const int row = ROWS == 1 ? 0 : live_rows()[at.item / ROW_WORDS], i = at.item % INNER;
+    if (UP_STEPS == 2 ? WHICH == 0 : at.step == 0) {
       sums.clear();
       gate_bias = other_bias = 0.f;
       if (b1 && slot.expert < EXPERTS) {
@@ -86,14 +85,14 @@ struct Up {
       }
     }
     const u32 x = shared_address(shared + X_AT) + row * H * 2;
-    const auto of_row = vectors(at.step);
+    const Vectors<UP_VECTORS, DEPTH> of_row(at.step, WHICH);
 #pragma unroll
     for (int u = 0; u < DEPTH; u++)
       if (UP_ON_TENSOR_CORES ? of_row.has_some(u) : of_row.has(u)) {
         const Inputs normed = load_inputs<UP_VECTORS>(x, of_row.last_or(u));
         sums.add<1 + GATED, !UP_BY_ROW>(from, u, (LOADS - DEPTH) + u, normed);
       }
-    if (at.step + 1 < UP_STEPS) return;
+    if (UP_STEPS == 2 ? WHICH == 0 : at.step + 1 < UP_STEPS) return;
     float out = sums.total(0), factor = 1.f;
     if (GATED) factor = sums.total(1);
 #if W8
@@ -108,7 +107,8 @@ struct Up {
     }
     out = activate(out) * (GATED ? factor + offset : 1.f) * slot.weight;
     if (threadIdx.x % 32 == 0)
-      publish_activation(activated + row * ROW_WORDS + at.item % ROW_WORDS, out, launch);
+      publish_activation(activated + (ROWS == 1 ? at.item : row * ROW_WORDS + at.item % ROW_WORDS), out,
+                         launch);
   }
 
   // The first loads, before the weights of the slots are there.
@@ -117,15 +117,15 @@ struct Up {
     own_end = (int)((i64)dealt_out * (blockIdx.x + 1) / CTAS);
     ahead.item = (int)((i64)dealt_out * blockIdx.x / CTAS) + (int)threadIdx.x / 32, ahead.step = 0;
     if (ahead.item >= own_end) claim_next(), ahead.item = claimed();
-    at_a = load(a);
-    at_b = load(b);
+    at_a = load<0>(a);
+    at_b = load<1>(b);
   }
   __device__ __forceinline__ void finish(UpPlace at_a, Loaded& a, UpPlace at_b, Loaded& b) {
     while (at_a.item < all) {
-      use(a, at_a);
-      at_a = load(a);
-      use(b, at_b);
-      at_b = load(b);
+      use<0>(a, at_a);
+      at_a = load<0>(a);
+      use<1>(b, at_b);
+      at_b = load<1>(b);
     }
   }
 };
