@@ -85,6 +85,9 @@ struct Down {
   __device__ __forceinline__ float* totals() const {
     return (float*)(shared + TOTALS_AT) + parity * ROWS * TILE;
   }
+  __device__ __forceinline__ static int stride(int expert) {
+    return (SHARED && expert >= EXPERTS ? SHARED : 1) * DOWN_WIDTH;
+  }
   template <int WHICH>
   __device__ __forceinline__ void load(Loaded& into) {
     if (ahead.tile >= TILES || live == 0) return;
@@ -92,24 +95,21 @@ struct Down {
     const int column = ahead.tile * TILE + ahead.in_tile();
     const Vectors<ROW_VECTORS, LOADS> row(ahead.step, WHICH);
 #pragma unroll
-    for (int u = 0; u < LOADS; u++) {
-      const int vector = row.of(u);
+    for (int u = 0; u < LOADS; u++)
       if (row.has(u)) {
-        // A lane's slot is the first lane's or, of slots that are not shorter, the next one.
-        const int begin = row.first(u) / INNER_VECTORS, next = (begin + 1) * INNER_VECTORS;
-        const int k = INNER_VECTORS < 32 ? vector / INNER_VECTORS : begin + (vector >= next);
-        const int own = vector - k * INNER_VECTORS;
-        const Slot& slot = of_row[k];
-        const int stride = (SHARED && slot.expert >= EXPERTS ? SHARED : 1) * DOWN_WIDTH;
-        into[u] =
-            load_weights(slot.down + (size_t)column * stride + own * VECTOR_WIDTH);
+        // A lane's slot is the first lane's or, of slots that are not shorter than a warp, the next one.
+        const int begin = row.first(u) / INNER_VECTORS;
+        const int slot = INNER_VECTORS < 32 ? row.of(u) / INNER_VECTORS
+                                            : begin + (row.of(u) >= (begin + 1) * INNER_VECTORS);
+        const int first = row.first(u) - slot * INNER_VECTORS;  // of the slot, without the lane
+        const Weight* of_column = of_row[slot].down + (size_t)column * stride(of_row[slot].expert);
+        into[u] = load_weights(of_column + threadIdx.x % 32 * VECTOR_WIDTH + first * VECTOR_WIDTH);
 #if W8 || W4
-        into.scale[u] = scales.of(slot.expert, column, own);
+        into.scale[u] = scales.of(of_row[slot].expert, column, first);
 #endif
       } else if (DOWN_ON_TENSOR_CORES && row.has_some(u)) {
         clear(into, u);
       }
-    }
     ahead.advance<WHICH>(live);
   }
 

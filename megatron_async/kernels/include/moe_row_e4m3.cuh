@@ -11,6 +11,13 @@ static_assert(SHARED_UP_COLUMNS % 16 == 0 && SHARED_DOWN_COLUMNS % 16 == 0, "a s
 
 static_assert(UP_COLUMNS % 16 == 0 && DOWN_COLUMNS % 16 == 0, "a scale for a vector");
 
+// The group of vector `first` + lane of a row. Where `first` begins one, the compiler knows lanes' apart.
+template <int COLUMNS>
+__device__ __forceinline__ int group_of(int first, bool begins_one) {
+  const int lane = threadIdx.x % 32;
+  return begins_one ? first * 16 / COLUMNS + lane * 16 / COLUMNS : (first + lane) * 16 / COLUMNS;
+}
+
 struct UpScales {
   const float *of_routed, *of_shared;
   const float* row;  // of a row of the gate
@@ -23,27 +30,28 @@ struct UpScales {
     if (is_shared) row = of_shared + (size_t)((expert - EXPERTS) * INNER + i) * SHARED_UP_GROUPS;
 #endif
   }
-  // Of a vector of the row, or of the one in the other half.
-  __device__ __forceinline__ float of(int vector, bool other) const {
+  // Of vector `first` + lane of the row, or of the one in the other half; `first` is a multiple of 32.
+  __device__ __forceinline__ float of(int first, bool other) const {
 #if SHARED
     if (is_shared)
-      return row[other * SHARED * INNER * SHARED_UP_GROUPS + vector * 16 / SHARED_UP_COLUMNS];
+      return row[other * SHARED * INNER * SHARED_UP_GROUPS + group_of<SHARED_UP_COLUMNS>(first, false)];
 #endif
-    return row[other * INNER * UP_GROUPS + vector * 16 / UP_COLUMNS];
+    return row[other * INNER * UP_GROUPS + group_of<UP_COLUMNS>(first, 512 % UP_COLUMNS == 0)];
   }
 };
 
 struct DownScales {
   const float *of_routed, *of_shared;
 
-  // Of a vector of an expert's row `column`.
-  __device__ __forceinline__ float of(int expert, int column, int vector) const {
+  // Of vector `first` + lane of an expert's row `column`; `first` is a multiple of 32, less some experts' rows.
+  __device__ __forceinline__ float of(int expert, int column, int first) const {
 #if SHARED
     if (expert >= EXPERTS)
       return of_shared[(size_t)column * SHARED_DOWN_GROUPS +
-                       ((expert - EXPERTS) * INNER + vector * 16) / SHARED_DOWN_COLUMNS];
+                       group_of<SHARED_DOWN_COLUMNS>((expert - EXPERTS) * (INNER / 16) + first, false)];
 #endif
-    return of_routed[((size_t)expert * H + column) * DOWN_GROUPS + vector * 16 / DOWN_COLUMNS];
+    return of_routed[((size_t)expert * H + column) * DOWN_GROUPS +
+                     group_of<DOWN_COLUMNS>(first, 512 % DOWN_COLUMNS == 0)];
   }
 };
 

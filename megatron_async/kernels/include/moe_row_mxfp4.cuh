@@ -13,18 +13,18 @@ struct UpScales {
   __device__ __forceinline__ void begin(int expert, int i) {
     row = of_routed + ((size_t)expert * (1 + GATED) * INNER + i) * UP_GROUPS;
   }
-  // Of a vector of the row, or of the one in the other half.
-  __device__ __forceinline__ Scale of(int vector, bool other) const {
-    return row[(size_t)other * INNER * UP_GROUPS + vector];
+  // Of vector `first` + lane of the row, or of the one in the other half.
+  __device__ __forceinline__ Scale of(int first, bool other) const {
+    return (row + threadIdx.x % 32)[(size_t)other * INNER * UP_GROUPS + first];
   }
 };
 
 struct DownScales {
   Scales of_routed, of_shared;
 
-  // Of a vector of an expert's row `column`.
-  __device__ __forceinline__ Scale of(int expert, int column, int vector) const {
-    return of_routed[((size_t)expert * H + column) * DOWN_GROUPS + vector];
+  // Of vector `first` + lane of an expert's row `column`.
+  __device__ __forceinline__ Scale of(int expert, int column, int first) const {
+    return (of_routed + ((size_t)expert * H + column) * DOWN_GROUPS + threadIdx.x % 32)[first];
   }
 };
 

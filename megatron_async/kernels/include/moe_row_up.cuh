@@ -48,23 +48,21 @@ struct Up {
       if (!has_own) claim_next();
     }
     const Vectors<UP_VECTORS, DEPTH> row(loaded.step, WHICH);
+    const Weight* own = row_ahead + threadIdx.x % 32 * VECTOR_WIDTH;
 #pragma unroll
-    for (int u = 0; u < DEPTH; u++) {
-      const int vector = row.of(u);
+    for (int u = 0; u < DEPTH; u++)
       if (row.has(u)) {
-        into[u] = load_weights(row_ahead + vector * VECTOR_WIDTH);
-        if (GATED)
-          into[(LOADS - DEPTH) + u] = load_weights(row_ahead + half_ahead + vector * VECTOR_WIDTH);
+        into[u] = load_weights(own + row.first(u) * VECTOR_WIDTH);
+        if (GATED) into[(LOADS - DEPTH) + u] = load_weights(own + half_ahead + row.first(u) * VECTOR_WIDTH);
 #if W8 || W4
         if (UP_BY_ROW && u) continue;  // the first is that of all
-        into.scale[u] = scales.of(vector, false);
-        if (GATED) into.scale[(LOADS - DEPTH) + u] = scales.of(vector, true);
+        into.scale[u] = scales.of(row.first(u), false);
+        if (GATED) into.scale[(LOADS - DEPTH) + u] = scales.of(row.first(u), true);
 #endif
       } else if (UP_ON_TENSOR_CORES && row.has_some(u)) {
         clear(into, u);
         if (GATED) clear(into, (LOADS - DEPTH) + u);
       }
-    }
     if (UP_STEPS == 2 ? WHICH : ++ahead.step == UP_STEPS)
       ahead.step = 0, ahead.item = has_own ? loaded.item + WARPS : claimed();
     return loaded;
