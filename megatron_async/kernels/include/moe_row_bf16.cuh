@@ -3,6 +3,7 @@
 #define UP_ON_TENSOR_CORES TENSOR_CORES
 #define DOWN_ON_TENSOR_CORES TENSOR_CORES
 #define MISSING 1.f
+#define CHAINS 1
 
 __device__ __forceinline__ void add_vector(float& sum, const Loaded& from, int u, const Inputs& x) {
   add_products(sum, from[u], x.part[0]);

@@ -43,7 +43,7 @@ struct UpScales {
 struct DownScales {
   const float *of_routed, *of_shared;
 
-  // Of vector `first` + lane of an expert's row `column`; `first` is a multiple of 32, less some experts' rows.
+  // Of vector `first` + lane of an expert's row `column`; `first` is a multiple of 32, less some such rows.
   __device__ __forceinline__ float of(int expert, int column, int first) const {
 #if SHARED
     if (expert >= EXPERTS)
@@ -71,6 +71,7 @@ struct DownScales {
 // There weights are their bits in place, 2^-120 of them, and inputs 2^64 times too large. So products are
 // normal numbers of fp32 from 2^-70 on, and inputs finite up to 2^63.
 #define MISSING 0x1p56f
+#define CHAINS 1
 
 __device__ __forceinline__ void add_four(float& sum, u32 weights, u32 a, u32 b) {
   const float4 w = widen_four(weights);
@@ -98,13 +99,14 @@ __device__ __forceinline__ void multiply(float (&c)[2][4], const Vec& w, const I
   }
 }
 // As GatedSums says.
-__device__ __forceinline__ void multiply(float (&c)[4], const Vec& w, const Vec& other, const Inputs& x) {
+__device__ __forceinline__ void multiply(float (&c)[4], float (&d)[4], const Vec& w, const Vec& other,
+                                         const Inputs& x) {
   const u32 words[4] = {w.x, w.y, w.z, w.w}, others[4] = {other.x, other.y, other.z, other.w};
 #pragma unroll
   for (int k = 0; k < 4; k++) {
     const Vec& of = x.part[k / 2];
-    mma(c, e4m3_bits(words[k], 0), e4m3_bits(others[k], 0), e4m3_bits(words[k], 1), e4m3_bits(others[k], 1),
-        k % 2 ? of.z : of.x, k % 2 ? of.w : of.y);
+    mma(k % 2 ? d : c, e4m3_bits(words[k], 0), e4m3_bits(others[k], 0), e4m3_bits(words[k], 1),
+        e4m3_bits(others[k], 1), k % 2 ? of.z : of.x, k % 2 ? of.w : of.y);
   }
 }
 #endif

@@ -34,6 +34,7 @@ struct DownScales {
 // to 2^45, and leaves products 2^44 times too small, which are normal numbers of fp32 from 2^-82 on. Larger
 // scales become infinities, 255 among them, so that what comes out is not finite.
 #define MISSING 0x1p44f
+#define CHAINS 2  // of products that wait for each other
 
 // Twice, as bfloat16.
 __device__ __forceinline__ u32 factor_of(u32 scale) {
@@ -62,13 +63,16 @@ __device__ __forceinline__ void add_vector(float& sum, const Loaded& from, int u
 
 #if TENSOR_CORES
 // As DiagonalSums says.
-__device__ __forceinline__ void multiply(float (&c)[2][4], const Vec& w, u32 factor, const Inputs& x) {
+__device__ __forceinline__ void multiply(float (&c)[2 * CHAINS][4], const Vec& w, u32 factor,
+                                         const Inputs& x) {
   const u32 words[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
   for (int k = 0; k < 4; k++) {
     const Vec& a = x.part[k];
-    mma(c[0], a.x, a.y, a.z, a.w, mul2(mxfp4_bits<0>(words[k]), factor), mul2(mxfp4_bits<2>(words[k]), factor));
-    mma(c[1], a.x, a.y, a.z, a.w, mul2(mxfp4_bits<1>(words[k]), factor), mul2(mxfp4_bits<3>(words[k]), factor));
+    float(&even)[4] = c[k % CHAINS * 2], (&odd)[4] = c[k % CHAINS * 2 + 1];
+    const u32 word = words[k];
+    mma(even, a.x, a.y, a.z, a.w, mul2(mxfp4_bits<0>(word), factor), mul2(mxfp4_bits<2>(word), factor));
+    mma(odd, a.x, a.y, a.z, a.w, mul2(mxfp4_bits<1>(word), factor), mul2(mxfp4_bits<3>(word), factor));
   }
 }
 // As GatedSums says.
@@ -78,13 +82,13 @@ __device__ __forceinline__ void multiply_pairs(float (&c)[4], u32 w, u32 other, 
   mma(c, mul2(mxfp4_bits<PLACE>(w), factor), mul2(mxfp4_bits<PLACE>(other), of_other),
       mul2(mxfp4_bits<PLACE + 1>(w), factor), mul2(mxfp4_bits<PLACE + 1>(other), of_other), a, b);
 }
-__device__ __forceinline__ void multiply(float (&c)[4], const Vec& w, const Vec& other, u32 factor,
-                                         u32 of_other, const Inputs& x) {
+__device__ __forceinline__ void multiply(float (&c)[4], float (&d)[4], const Vec& w, const Vec& other,
+                                         u32 factor, u32 of_other, const Inputs& x) {
   const u32 words[4] = {w.x, w.y, w.z, w.w}, others[4] = {other.x, other.y, other.z, other.w};
 #pragma unroll
   for (int k = 0; k < 4; k++) {
     multiply_pairs<0>(c, words[k], others[k], factor, of_other, x.part[k].x, x.part[k].y);
-    multiply_pairs<2>(c, words[k], others[k], factor, of_other, x.part[k].z, x.part[k].w);
+    multiply_pairs<2>(d, words[k], others[k], factor, of_other, x.part[k].z, x.part[k].w);
   }
 }
 #endif

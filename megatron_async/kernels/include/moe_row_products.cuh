@@ -119,11 +119,13 @@ __device__ __forceinline__ float sum_of_diagonal(float even, float odd) {
 // and eight below the second and fourth. Weights of the former count in the upper eight rows of one result,
 // of the latter in the lower ones of another.
 struct DiagonalSums {
-  float v[1 + GATED][2][4];
+  float v[1 + GATED][2 * CHAINS][4];
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int i = 0; i < (1 + GATED) * 8; i++) v[i / 8][i / 4 % 2][i % 4] = 0.f;
+    for (int half = 0; half <= GATED; half++)
+#pragma unroll
+      for (int i = 0; i < 8 * CHAINS; i++) v[half][i / 4][i % 4] = 0.f;
   }
   // SCALED by what the four lanes of an element have in common.
   template <int HALVES, bool SCALED>
@@ -133,11 +135,16 @@ struct DiagonalSums {
   }
   __device__ __forceinline__ float total(int half) const {
     const auto& c = v[half];
-    return sum_of_diagonal(c[0][0] + c[1][2], c[0][1] + c[1][3]);
+    float even = c[0][0] + c[1][2], odd = c[0][1] + c[1][3];
+    if (CHAINS == 2) {
+      even += c[CHAINS][0] + c[CHAINS + 1][2];
+      odd += c[CHAINS][1] + c[CHAINS + 1][3];
+    }
+    return sum_of_diagonal(even, odd);
   }
 
   template <bool SCALED>
-  __device__ __forceinline__ static void add_half(float (&c)[2][4], const Loaded& from, int u,
+  __device__ __forceinline__ static void add_half(float (&c)[2 * CHAINS][4], const Loaded& from, int u,
                                                   const Inputs& x) {
 #if W8
     if (SCALED) {
@@ -162,26 +169,32 @@ struct DiagonalSums {
 // and columns of the second are inputs. That is half the instructions, where numbers are widened into
 // registers next to each other.
 struct GatedSums {
-  float v[4];
+  static constexpr int LAST = CHAINS == 2 || UP_BY_ROW ? 1 : 0;  // of two chains, where they are long
+  float v[LAST + 1][4];
 
-  __device__ __forceinline__ void clear() { v[0] = v[1] = v[2] = v[3] = 0.f; }
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < 4 * (LAST + 1); i++) v[i / 4][i % 4] = 0.f;
+  }
   template <int HALVES, bool SCALED>
   __device__ __forceinline__ void add(const Loaded& from, int u, int other, const Inputs& x) {
 #if W8
     if (SCALED) {
       float part[4] = {};
-      multiply(part, from[u], from[other], x);
-      v[0] += from.scale[u] * part[0], v[1] += from.scale[u] * part[1];
-      v[2] += from.scale[other] * part[2], v[3] += from.scale[other] * part[3];
+      multiply(part, part, from[u], from[other], x);
+      v[0][0] += from.scale[u] * part[0], v[0][1] += from.scale[u] * part[1];
+      v[0][2] += from.scale[other] * part[2], v[0][3] += from.scale[other] * part[3];
       return;
     }
-    multiply(v, from[u], from[other], x);
+    multiply(v[0], v[LAST], from[u], from[other], x);
 #else
-    multiply(v, from[u], from[other], factor_of(from.scale[u]), factor_of(from.scale[other]), x);
+    multiply(v[0], v[LAST], from[u], from[other], factor_of(from.scale[u]), factor_of(from.scale[other]), x);
 #endif
   }
   __device__ __forceinline__ float total(int half) const {
-    return sum_of_diagonal(v[half * 2], v[half * 2 + 1]);
+    float even = v[0][half * 2], odd = v[0][half * 2 + 1];
+    if (LAST) even += v[LAST][half * 2], odd += v[LAST][half * 2 + 1];
+    return sum_of_diagonal(even, odd);
   }
 };
 #else

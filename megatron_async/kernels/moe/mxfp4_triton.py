@@ -5,8 +5,8 @@ become pairs of bfloat16, the exponent of which lacks its bias: they are ``2 ** 
 small. What they are multiplied by makes up for it, and has the scale of their 32 neighbours in it.
 That would be too large where scales are above 2, so products are ``2 ** 32`` times too small until
 they have been added up. All of it is exact for scales from ``2 ** -93`` to ``2 ** 33``. Larger ones
-become infinite, as does one that is not a number. The kernel of few rows (``moe_row.cu``)
-multiplies sums of 32 products by their scale in fp32: there scales are exact up to ``2 ** 127``.
+become infinite, as does one that is not a number. In the kernel of few rows (``moe_row.cu``) scales
+are exact from ``2 ** -88`` to ``2 ** 45``.
 """
 
 # mypy: disable-error-code="no-untyped-def"
