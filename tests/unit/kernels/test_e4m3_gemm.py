@@ -128,7 +128,7 @@ def test_and_in_other_configs(
         (1, "pair ? 0xb3a2 : 0x9180", "pair ? 0x9180 : 0xb3a2"),  # pairs of k swapped
         (0, "0xb3a2 : 0x9180", "0x3322 : 0x1100"),  # a byte where its sign should be
         (2, "& 0x87f087f0", "& 0x07f007f0"),  # no sign
-        (3, "return mul2(extended << 4 & 0x87f087f0", "return mul2(flush(extended)"),
+        (3, "return extended << 4 & 0x87f087f0", "return flush(extended)"),
         (1, "const Vec &xs = a[p / 2][mt], &more", "const Vec &xs = a[p % 2][mt], &more"),
         (3, "      v[j] *= by[j];\n", ""),
         (3, "+ i * WARPS + warp) % TILES;", ") % TILES;"),  # another tile's scales
@@ -160,7 +160,7 @@ def test_the_numbers_show_faults(
       return v & 0x07800000 ? v : v & ~0x7f0000u;
     }
     """
-    entry = "__device__ __forceinline__ u32 widen_e4m3("
+    entry = "__device__ __forceinline__ u32 e4m3_bits("
     assert entry in text
     text = text.replace(entry, flush + entry)
     emulator.install(monkeypatch)
