@@ -31,9 +31,14 @@ THREADS, LOADS = 256, 8
 """Threads of a CTA, and loads of a thread in a step, 16 bytes each: two steps of loads are on their
 way."""
 E4M3_THREADS = 512
-"""Threads where weights are e4m3, which take instructions to widen: those of some warps hide what
-others wait for. On an H200, with products in fp32, one row of Qwen3-30B-A3B took 2.084 ms with 256,
-and 2.010; in bfloat16 2.265 and 2.313."""
+"""Threads where weights are e4m3, which take instructions to widen, if each warp has two rows of
+the first linear layers or more: those of some warps hide what others wait for. On an H200 four
+layers and the output layer of Qwen3-30B-A3B took 297.4 us with it and 298.8 with 256; of a rank of
+two 200.3 and 197.9."""
+FEW_LOADS = 16
+"""Loads of a thread of bfloat16 where a warp has less than four such rows: four layers and the
+output layer of a rank of two took 208.7 us with it and 210.4 with 8; of one rank 329.4 and
+325.7."""
 CLAIMED = 2
 """Sixteenths of the rows of the first linear layers that no CTA is dealt: those that come first,
 which the memory served faster, take them."""
@@ -150,7 +155,7 @@ def why_not(
         return f"{shape.slots} of {settings.num_experts} experts are not covered"
     if settings.kept_groups < settings.num_groups and settings.num_groups > _MOST_GROUPS:
         return f"{settings.num_groups} groups are more than {_MOST_GROUPS}"
-    if shared_bytes(shape, rows, sm_count, most_threads(shape)) > limit:
+    if shared_bytes(shape, rows, sm_count, most_threads(shape, sm_count)) > limit:
         return f"{rows} rows of {shape.slots} x {shape.inner} do not fit into shared memory"
     return None
 
@@ -161,10 +166,21 @@ def tile(hidden: int, ctas: int) -> int:
     return _TILES[0] if fine <= _GAIN * coarse else _TILES[1]
 
 
-def most_threads(shape: MoeShape) -> int:
+def most_threads(shape: MoeShape, ctas: int) -> int:
     """Threads of a CTA, where a tile has a column for each warp."""
     is_e4m3 = shape.scale_columns is not None and not shape.is_packed
-    return E4M3_THREADS if is_e4m3 else THREADS
+    return E4M3_THREADS if is_e4m3 and _rows_of_warp(shape, ctas, E4M3_THREADS) >= 2 else THREADS
+
+
+def most_loads(shape: MoeShape, ctas: int) -> int:
+    """Loads of a thread in a step."""
+    is_few = shape.weight_size is None and _rows_of_warp(shape, ctas, THREADS) < 4
+    return FEW_LOADS if is_few else LOADS
+
+
+def _rows_of_warp(shape: MoeShape, ctas: int, threads: int) -> float:
+    """Rows of the first linear layers that a warp has of a step of one row."""
+    return shape.slots * shape.inner / (ctas * threads // 32)
 
 
 def shared_bytes(shape: MoeShape, rows: int, ctas: int, threads: int = THREADS) -> int:
@@ -194,9 +210,9 @@ class MoeRow:
 
     Args:
         ctas: of the grid; no more than the device has SMs are launched.
-        threads, loads, claimed: see :data:`THREADS` and :data:`CLAIMED`; None for the threads of
-            the weights' format that fit the tile.
-        tensor_cores: whether experts' weights are multiplied there; None for e4m3 and MXFP4 alone.
+        threads, loads, claimed: see :data:`THREADS` and :data:`CLAIMED`; None for those of the
+            shape and of the weights' format that fit the tile.
+        tensor_cores: whether experts' weights are multiplied there.
 
     Attributes:
         statistic_rows: elements that one partial statistic covers.
@@ -209,18 +225,18 @@ class MoeRow:
         ctas: int,
         *,
         threads: int | None = None,
-        loads: int = LOADS,
+        loads: int | None = None,
         claimed: int = CLAIMED,
-        tensor_cores: bool | None = None,
+        tensor_cores: bool = True,
     ) -> None:
         if device.type == "cuda":  # more would wait for each other in vain
             ctas = min(ctas, cuda.sm_count(device.index or 0))
         self._shape, self._device, self._ctas = shape, device, ctas
         self._limit = block_limit(device)
-        self._loads, self._claimed = loads, claimed
-        self._tensor_cores = shape.weight_size is not None if tensor_cores is None else tensor_cores
+        self._loads, self._claimed = loads or most_loads(shape, ctas), claimed
+        self._tensor_cores = tensor_cores
         self.statistic_rows = tile(shape.hidden, ctas)
-        self._threads = threads or min(most_threads(shape), 32 * self.statistic_rows)
+        self._threads = threads or min(most_threads(shape, ctas), 32 * self.statistic_rows)
         logits = shape.settings.num_experts + 1
         with torch.inference_mode(False):
             # By rows: each launch of as many rows writes all words, see moe_row.cu.

@@ -516,7 +516,7 @@ def test_shared_memory_is_what_the_host_counts(monkeypatch: pytest.MonkeyPatch) 
         kernel = row.MoeRow(shape, torch.device("cpu"), 132)
         macros.append(kernel.defines(rows, gate=False))
     for (shape, rows), taken in zip(cases, emulator.shared_bytes("moe_row", macros), strict=True):
-        counted = row.shared_bytes(shape, rows, 132, row.most_threads(shape))
+        counted = row.shared_bytes(shape, rows, 132, row.most_threads(shape, 132))
         assert 0 <= counted - taken < 8192
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -208,12 +209,16 @@ def test_the_reference_notices(
     assert not case.of_experts() < 2 * LIMIT
 
 
-def test_formats_whose_numbers_are_widened_are_on_tensor_cores() -> None:
-    def macro(**given: Any) -> int:
-        shape, rows, options = given.pop("case")
-        case = RowCase(shape, rows, torch.device("cpu"), **options)
-        kernel = row.MoeRow(case.shape, torch.device("cpu"), CTAS, **given)
-        return kernel.defines(1, gate=False)["TENSOR_CORES"]
+def test_threads_and_loads_follow_the_rows_of_a_warp() -> None:
+    """A rank's share of an expert has fewer rows."""
 
-    assert [macro(case=each) for each in (E4M3, BY_GROUP, MXFP4, BF16)] == [1, 1, 1, 0]
-    assert macro(case=BF16, tensor_cores=True) == 1 and macro(case=MXFP4, tensor_cores=False) == 0
+    def of(inner: int, **options: Any) -> tuple[int, int]:
+        shape = replace(LARGE["qwen3-30b-a3b"], inner=inner, **options)
+        macros = row.MoeRow(shape, torch.device("cpu"), 132).defines(1, gate=False)
+        assert macros["TENSOR_CORES"] == 1
+        return macros["THREADS"], macros["LOADS"]
+
+    assert of(768) == (256, 8) and of(384) == (256, 16)
+    for inner, expected in ((768, (512, 8)), (384, (256, 8))):
+        assert of(inner, scale_columns=ScaleColumns(2048, inner)) == expected
+        assert of(inner, is_packed=True) == (256, 8)
