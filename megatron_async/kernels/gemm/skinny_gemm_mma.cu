@@ -127,14 +127,21 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   int ahead_tile = tile, ahead_k = 0, issued = 0;
   u32 ahead_slot = ring + copied;
   auto load_weights = [&]() {
+#if LAST_K
+    const bool is_last = first_stage + (PERSISTENT ? ahead_k : issued) == K_STAGES - 1;
+    const bool inside = !is_last || lane % 8 < LAST_K * W_BYTES / 16;
+#define COPY_WEIGHTS(into, from) copy16_or_zero(into, from, inside)
+#else
+#define COPY_WEIGHTS copy16
+#endif
 #pragma unroll
     for (int r = 0; r < RT; r++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
 #pragma unroll
         for (int j = 0; j < 2; j++)
-          copy16(ahead_slot + (r * 2 + half) * 1024 + j * 512,
-                 whole ? ahead[r][half][0] + j * 4 * K * W_BYTES : ahead[r][half][j * !whole]);
+          COPY_WEIGHTS(ahead_slot + (r * 2 + half) * 1024 + j * 512,
+                       whole ? ahead[r][half][0] + j * 4 * K * W_BYTES : ahead[r][half][j * !whole]);
 #pragma unroll
         for (int j = 0; j < (whole ? 1 : 2); j++) ahead[r][half][j] += 128;
       }
@@ -171,8 +178,15 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
     for (int p = 0; p < X_COPIES; p++) {
       const u32 i = threadIdx.x + p * THREADS;
-      if (i < X_STAGES * MT * X_EIGHT && x_stage + (int)(i / (MT * X_EIGHT)) < count)
+      if (i < X_STAGES * MT * X_EIGHT && x_stage + (int)(i / (MT * X_EIGHT)) < count) {
+#if LAST_K
+        const int stage = slice_stage + x_stage + i / (MT * X_EIGHT);
+        copy16_or_zero(x_buffer + x_to[p], (const char*)x + x_from[p] + x_stage * X_LINE,
+                       stage < K_STAGES - 1 || i % X_LINE_VECTORS < LAST_K / 8);
+#else
         copy16(x_buffer + x_to[p], (const char*)x + x_from[p] + x_stage * X_LINE);
+#endif
+      }
     }
     x_buffer = x_buffer == base + X_AT + (X_BUFFERS - 1) * X_STAGES * X_STAGE
                    ? base + X_AT
@@ -186,7 +200,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   }
 #include "skinny_gemm_prefetch.cuh"
   if (NORM == 2) {
-    for (int i = threadIdx.x; i < SLICE / 64; i += THREADS) {
+    for (int i = threadIdx.x; i < SLICE / 64 && (!LAST_K || slice_stage * STAGE_K + i * 64 < K);
+         i += THREADS) {
       touch(norm_weight + slice_stage * STAGE_K + i * 64);
       touch(norm_bias + slice_stage * STAGE_K + i * 64);
     }
@@ -219,6 +234,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
     for (int j = 0; j < X_BATCH; j++) {
       int i = first + j * THREADS, k = slice_stage * STAGE_K + i % slice_vectors * 8;
+#if LAST_K
+      v[j] = Vec{0, 0, 0, 0};
+      if (k >= K) continue;
+#endif
       if (i < vectors) v[j] = load_l2_vec(x + (size_t)(i / slice_vectors) * K + k);
     }
     if (NORM == 2 && first == threadIdx.x) {
@@ -230,7 +249,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       int i = first + j * THREADS, row = i / slice_vectors, c = i % slice_vectors;
       int k = slice_stage * STAGE_K + c * 8;
       if (i >= vectors) break;
-      if (NORM == 2) {
+      if (NORM == 2 && (!LAST_K || k < K)) {
         Vec a = *(const Vec*)(norm_weight + k), b = *(const Vec*)(norm_bias + k);
         float2 s = scale[row];
         auto norm2 = [&](u32 v, u32 a, u32 b) {

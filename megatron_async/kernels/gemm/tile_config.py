@@ -141,7 +141,7 @@ class TileConfig(NamedTuple):
             buffers = (self.stages + 1) // 2 + 1
             x = 2 * buffers * row_groups(rows) * 16 * stage_k
         else:
-            slice_k = -(-(k // stage_k) // self.split_k) * stage_k
+            slice_k = -(-stage_count(k, scale_columns) // self.split_k) * stage_k
             x = rows * (slice_k * 2 + 64)
         return ring + x + 8192 + sent
 
@@ -159,7 +159,7 @@ class TileConfig(NamedTuple):
         """Whether the kernel can be built so for a GPU whose CTAs have ``limit`` bytes of shared
         memory; with None, for some norm or epilogue."""
         split = self.warps_k * self.split_k > 1
-        stages, warps = k // stage_columns(scale_columns), self.warps_n * self.warps_k
+        stages, warps = stage_count(k, scale_columns), self.warps_n * self.warps_k
         # With e4m3 weights the mma kernel takes more rows, while the registers of few warps do.
         many = scale_columns and self.row_tiles <= 2 and warps <= 8 and self.stages >= 2
         return (
@@ -391,9 +391,16 @@ def stage_columns(scale_columns: int) -> int:
     return E4M3_STAGE_K if scale_columns else STAGE_K
 
 
+def stage_count(k: int, scale_columns: int) -> int:
+    """Stages of ``k`` columns, of which the last one may have less."""
+    return -(-k // stage_columns(scale_columns))
+
+
 def takes_scales(k: int, scale_columns: int) -> bool:
     """Whether there is a kernel for e4m3 weights ``[n, k]`` with such scales."""
-    return k % E4M3_STAGE_K == 0 and scale_columns in (*SCALE_COLUMNS, k)
+    if scale_columns == k:
+        return k % STAGE_K == 0
+    return k % E4M3_STAGE_K == 0 and scale_columns in SCALE_COLUMNS
 
 
 def row_groups(rows: int) -> int:

@@ -21,7 +21,7 @@
 //   OWN       fragments that a CTA of a cluster finishes, if it finishes any
 //   W8        1: W is e4m3, a byte each, and weight_scale fp32 [N, K / SCALE_COLUMNS]; the product is that
 //             of each row and of each SCALE_COLUMNS columns, in fp32, times its scale. K of them: a scale
-//             for each row (of skinny_gemm_wgmma.cu always)
+//             for each row (of skinny_gemm_wgmma.cu always), and K may be 64 more than a multiple of 128
 //   X8        1: x is e4m3 too, with a scale fp32 [M] for each row, input_scale; of W8, NORM 0 and a scale
 //             for each row of W. Sums are multiplied by x's scale, and then by W's
 //   MIN_SHARED  bytes of shared memory to take at least: more than half keeps two CTAs of one GEMM off
@@ -78,7 +78,8 @@
 #endif
 
 #define THREADS (32 * WARPS)
-#define K_STAGES (K / STAGE_K)
+#define K_STAGES ((K + STAGE_K - 1) / STAGE_K)
+#define LAST_K (K % STAGE_K)            // columns of a last stage that has less; the others are zeros
 #define WEIGHT_BYTES (2048 * RT)        // of RT tiles in a stage
 #define SLICE ((K_STAGES + SPLIT_K - 1) / SPLIT_K * STAGE_K)
 #define FRAGMENTS (MT * TILES)
@@ -106,7 +107,8 @@
 #define ALL_SENT_AT (SENT_AT + SENT_BYTES)  // their barrier
 #define SHARED_BYTES (ALL_SENT_AT + (CLUSTER > 1 ? 8 : 0))
 
-static_assert(K % STAGE_K == 0 && K_STAGES >= SPLIT_K * WK, "shape");
+static_assert(K % 64 == 0 && K_STAGES >= SPLIT_K * WK, "shape");
+static_assert(!LAST_K || SCALES_ROWS, "scales of whole rows");
 static_assert(FRAGMENTS % OWN == 0 && OWNERS <= CLUSTER, "every fragment has an owner");
 static_assert(TILES % STAT_TILES == 0 && OWN % STAT_TILES == 0, "statistics");
 static_assert(!PERSISTENT || (WK * SPLIT_K == 1 && EPILOGUE != 1), "a persistent CTA keeps its ring busy");

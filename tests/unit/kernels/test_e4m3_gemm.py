@@ -172,6 +172,79 @@ def test_the_numbers_show_faults(
     assert not torch.equal(codes.one_by_one(config, rows), codes.wanted)
 
 
+# --- rows that end within a stage -----------------------------------------------------------------
+_PARTS = [
+    (320, 8, TileConfig(1, 4, 1, 1, 2)),
+    (320, 8, TileConfig(1, 2, 2, 1, 2)),
+    (192, 16, TileConfig(2, 2, 1, 1, 3, stream_x=True)),
+    (448, 32, TileConfig(2, 1, 1, 2, 2, stream_x=True)),
+    (448, 8, TileConfig(1, 2, 1, 1, 3, stream_x=True, persistent=True)),
+    (320, 4, TileConfig(2, 1, 1, 1, 3, persistent=True)),
+    (320, 32, _wgmma(5)),
+    (448, 8, _wgmma(2, 2, workspace=True)),
+    (192, 64, _wgmma(3, persistent=True)),
+]
+
+
+def product_beside_nan(k: int, rows: int, config: TileConfig, device: torch.device) -> None:
+    """A row of x in front of one that is no number, and of a weight in front of another one."""
+    n = 16 * config.row_tiles * config.warps_n * 2
+    x = torch.randn(2, k, device=device).bfloat16()
+    x[1] = float("nan")
+    weight = torch.randn(n, k, device=device).to(torch.float8_e4m3fn)
+    scale = torch.rand(n, 1, device=device)
+    kernel = SkinnyGemm(
+        n, k, rows, NO_NORM, STORE, RMS_NORM, config, device, scale_columns=k
+    )  # fmt: skip
+    out = torch.zeros(2, n, device=device).bfloat16()
+    kernel(x, weight, out, weight_scale=scale)
+    wanted = scaled_product(x[:1].double(), weight, scale)
+    assert relative_error(out[:1], wanted) < LIMIT
+
+
+@on_both("k", "rows", "config", gpu=_PARTS, small=_PARTS)
+def test_a_row_may_end_within_a_stage(
+    device: torch.device, k: int, rows: int, config: TileConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of one: behind it are neither numbers of the next row of the weight, nor of x."""
+    monkeypatch.setattr(skinny_gemm.cuda, "sm_count", lambda _: 2)  # persistent CTAs go on
+    torch.manual_seed(k)
+    n = 16 * config.row_tiles * config.warps_n * 8
+    codes = Codes(n, k, k, device)
+    assert torch.equal(codes.one_by_one(config, rows), codes.wanted)
+    product_beside_nan(k, rows, config, device)
+
+
+@pytest.mark.sweep
+@emulated
+@pytest.mark.parametrize(
+    ("place", "there", "instead"),
+    [
+        (0, "|| lane % 8 < LAST_K * W_BYTES / 16", "|| true"),
+        (0, "      if (k >= K) continue;\n", ""),
+        (1, "(PERSISTENT ? ahead_k : issued) == K_STAGES - 1", "0 == K_STAGES - 1"),
+        (2, "stage < K_STAGES - 1 || i % X_LINE_VECTORS < LAST_K / 8", "true"),
+        (3, "slice_stage + x_stage + i / (MT * X_EIGHT)", "x_stage + i / (MT * X_EIGHT)"),
+        (5, "(PERSISTENT ? ahead_k : issued)", "issued"),
+        (6, "((K + STAGE_K - 1) / STAGE_K)", "(K / STAGE_K)"),
+    ],
+)
+def test_the_ends_of_rows_show_faults(
+    place: int, there: str, instead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    k, rows, config = _PARTS[place]
+    text = emulator.source_text(config.kernel)
+    assert there in text
+    emulator.install(monkeypatch)
+    changed = text.replace(there, instead)
+    monkeypatch.setattr(emulator, "source_text", lambda _: changed)
+    monkeypatch.setattr(
+        skinny_gemm, "kernel", lambda source, values, _: emulator.EmulatedKernel(source, values)
+    )
+    with pytest.raises(AssertionError):
+        test_a_row_may_end_within_a_stage(torch.device("cpu"), k, rows, config, monkeypatch)
+
+
 # --- norms, epilogues, ways to share K ------------------------------------------------------------
 _GEMMS: list[Shape] = [
     (512, 256, RMS_NORM, STORE, True),

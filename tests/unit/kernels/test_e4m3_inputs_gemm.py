@@ -99,6 +99,15 @@ def test_and_in_other_configs(
         assert torch.equal(_one_by_one(codes, config, rows, of_x=of_x), codes.wanted)
 
 
+@on_both(
+    "k", "config", gpu=[(192, _PLACES[0][1]), (448, _PLACES[1][1])], small=[(192, _PLACES[0][1])]
+)
+def test_a_row_may_end_within_a_stage(device: torch.device, k: int, config: TileConfig) -> None:
+    codes = Codes(96, k, k, device)
+    for of_x in (False, True):
+        assert torch.equal(_one_by_one(codes, config, 32, of_x=of_x), codes.wanted)
+
+
 def _with(monkeypatch: pytest.MonkeyPatch, there: str, instead: str) -> None:
     """Break the kernel's source."""
     text = emulator.source_text("skinny_gemm_wgmma")

@@ -24,6 +24,7 @@ from megatron_async.kernels.gemm.tile_config import (
     TileConfig,
     row_groups,
     stage_columns,
+    stage_count,
 )
 
 _SPLITS = (1, 2, 3, 4, 6, 8)
@@ -140,7 +141,7 @@ def load_of(
         waves = -(-tiles // (sms * fitting))
         resident = fitting if waves > 1 else -(-tiles // sms)
         busiest = (waves - 1) * fitting + -(-(tiles - (waves - 1) * fitting * sms) // sms)
-    share = -(-(k // stage_columns(scale_columns)) // config.split_k)  # stages of a CTA
+    share = -(-stage_count(k, scale_columns) // config.split_k)  # stages of a CTA
     stage = 2048 * config.row_tiles * config.warps_n * config.warps_k
     return Load(
         weight=128 * share * config.weight_rows,
@@ -362,7 +363,7 @@ def _deepest(
     if least > room:
         return None
     of_two = shape._replace(stages=4).shared_bytes(k, rows, *format_) - least
-    units = k // stage_columns(scale_columns) // (shape.split_k * shape.warps_k)
+    units = stage_count(k, scale_columns) // (shape.split_k * shape.warps_k)
     stages = min(_MOST_STAGES, max(2, units), 3 + 2 * (room - least) // of_two)
     while shape._replace(stages=stages).shared_bytes(k, rows, *format_) > room:
         stages -= 1

@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_async.kernels.gemm.tile_config import (
-    E4M3_STAGE_K,
     GELU,
     GELU_TANH,
     LAYER_NORM,
     RMS_NORM,
     SILU_GATE,
     SQUARED_RELU,
+    STAGE_K,
     takes_scales,
 )
 from megatron_async.models.fused.blocks.residual import Norm
@@ -59,7 +59,7 @@ def e4m3_why_not(linear: Any) -> str | None:
         return "its e4m3 weight has no scales"
     if scale.dtype != torch.float32 or not scale.is_contiguous() or scale.data_ptr() % 16:
         return "the scales of its e4m3 weight are not contiguous float32"
-    if k % E4M3_STAGE_K:
+    if k % STAGE_K:
         return f"an e4m3 weight of {n} x {k} is not covered"
     groups = scale.shape[-1]
     if scale.shape != (n, groups) or groups == 0 or k % groups or not takes_scales(k, k // groups):
