@@ -25,7 +25,7 @@ ONE_LATENCY_BYTES = 800_000
 """What a rank sends in the time that a second step adds, about 1.8 us at 450 GB/s: with more to
 save there are two steps. Not measured."""
 LAUNCHES = 1024
-"""Entries that count the launches, of grids of so many CTAs at most."""
+"""Entries that count the launches: grids that send have at most as many CTAs."""
 _TILES = (256, 128, 64)
 ALIGNMENT = 256
 """Elements of a warp."""

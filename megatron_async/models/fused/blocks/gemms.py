@@ -126,7 +126,7 @@ class SkinnyGemms:
 
     @property
     def digest(self) -> str:
-        """Of the tile configs that were found on this machine, eight digits."""
+        """Eight digits that tell apart what tile configs were found on this machine."""
         found = sorted((tuple(map(str, key)), config) for key, config in self._found.items())
         return f"{zlib.crc32(repr(found).encode()):08x}"
 
