@@ -36,6 +36,10 @@ from tests.support.patience import PATIENCE_SECONDS
 __all__ = ["device"]
 
 EPS = 1e-5
+LARGE = 20
+"""A power of two next to whose products fp32 loses bits of the others."""
+AHEAD = 16
+"""Launches in a row in which, of words without halves, one is overwritten before it is read."""
 
 
 class Ranks:
@@ -118,6 +122,9 @@ class Case:
         where: Any = {"device": ranks.device, "dtype": torch.bfloat16}
         count = len(ranks.sums)
         self.partial = [torch.randn(rows, hidden, **where) for _ in range(count)]
+        if count > 2:  # fp32 rounds what is between these two, so another order has other bits
+            self.partial[0] *= 2**LARGE
+            self.partial[-1] = -self.partial[0]
         self.residual = torch.randn(rows, hidden, **where)
         self.bias = torch.randn(hidden, **where) if bias else None
         self.weight = torch.randn(hidden, **where)
@@ -294,6 +301,10 @@ class SummedCase(Case):
             assert ranks.sums[rank].takes_sent(padded(rows)) and sums.takes(config, ranks.hidden)
             x = torch.randn(rows, k, device=device, dtype=torch.bfloat16)
             weight = torch.randn(ranks.hidden, k, device=device, dtype=torch.bfloat16)
+            if len(self.partial) > 2 and rank == len(self.partial) - 1:
+                x, weight = -self.gemms[0][1], self.gemms[0][2]
+            elif len(self.partial) > 2 and rank == 0:
+                x *= 2**LARGE
             scale = None
             if scale_columns:
                 weight = weight.to(torch.float8_e4m3fn)
@@ -368,18 +379,22 @@ def test_gemms_sum_where_they_end(
 
 @emulated
 @pytest.mark.parametrize(
-    "config", [TileConfig(1, 1, 1, 2, 2), TileConfig(2, 1, 1, 2, 2, tma=True)], ids=["mma", "wgmma"]
+    ("config", "k"),
+    [
+        (TileConfig(1, 1, 1, 2, 2), 128),
+        (TileConfig(1, 4, 1, 1, 2), 64),
+        (TileConfig(2, 1, 1, 2, 2, tma=True), 128),
+    ],
 )
 def test_a_rank_whose_gemms_sum_may_be_a_launch_ahead(
-    config: TileConfig, monkeypatch: pytest.MonkeyPatch
+    config: TileConfig, k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     emulator.install(monkeypatch)
     torch.manual_seed(2)
     group = Ranks(2, 64, torch.device("cpu"), 8 * 64, launches=64, **SMALL)
-    case = SummedCase(group, 3, "rms", 128, config)
-    kernel = case.gemms[0][0].kernel
-    for in_a_row in (4, 3):
-        cases = [SummedCase(group, 3, "rms", 128, config) for _ in range(in_a_row)]
+    kernel = SummedCase(group, 3, "rms", k, config).gemms[0][0].kernel
+    for in_a_row in (AHEAD, AHEAD - 1):
+        cases = [SummedCase(group, 3, "rms", k, config) for _ in range(in_a_row)]
         monkeypatch.setattr(kernel, "in_a_row", in_a_row)
         run_in_a_row(group, cases)
         monkeypatch.setattr(kernel, "in_a_row", 1)
