@@ -123,11 +123,12 @@ def open_runner(
         runs_on.watch = memory = GraphMemory()
     try:
         batch.cache.attached = True
-        batch.grids_may_wait = network.claim_waiting_grids(runs_on)
         batch.gemm_autotune_seconds = config.gemm_autotune_seconds
         for each in (network, model.draft):
             if each is not None:
                 each.reserve_positions(spec.sizes.max_sequence_length)
+        # Behind that: ranks agree on the tile configs that they are going to capture.
+        batch.grids_may_wait = network.claim_waiting_grids(runs_on)
         if batch.scales is not None:
             from megatron_async.runner.memory.cache_scales import choose_scales
 

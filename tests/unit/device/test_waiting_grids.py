@@ -96,10 +96,18 @@ def test_not_with_other_ranks_nor_under_mps(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_batch_of_an_engine_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A network is asked for each engine, and its batch knows before anything is captured."""
+    """A network is asked for each engine, and its batch knows before anything is captured. What it
+    answers is of the kernels that it has when positions are reserved, which may make new ones."""
 
     class Claiming(HashModel):
+        is_reserved = False
+
+        def reserve_positions(self, length: int) -> None:
+            self.is_reserved = True
+
         def claim_waiting_grids(self, owner: object) -> bool:
+            assert self.is_reserved
+            self.is_reserved = False
             return waiting_grids.claim(GPU, owner) is None
 
     config = config_at(0, max_requests=1, block_count=8)
