@@ -24,6 +24,8 @@ struct DownPlace {
 };
 
 #if SUMS
+static_assert(ROWS * H <= SENT_WORDS && CTAS <= LAUNCHES, "room for all words, and an entry for each CTA");
+
 // The sum of an element over all ranks, in their order: each rank's is rounded, and sent to all others.
 struct RankSum {
   int place;

@@ -135,6 +135,8 @@ __device__ __forceinline__ float activate(float v) {
 
 #if SENDS || SUMS
 #include "peer_words.cuh"
+
+static_assert(N * MT * 8 <= CAPACITY, "room for all words");
 #endif
 
 #if ROUNDED

@@ -37,6 +37,8 @@ static_assert(!SENT || (STEPS == 1 && (MOST_ROWS + 7) / 8 * 8 * H <= CAPACITY), 
 
 #include "peer_words.cuh"
 
+static_assert(CTAS <= LAUNCHES, "an entry for each CTA");
+
 extern "C" __device__ const int shared_bytes = 0;
 
 // Where a warp's lanes have the first words of their vector; the others are 64 words behind, so that a

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import pytest
 import torch
 
 from megatron_async.kernels.gemm.tile_config import TileConfig
-from megatron_async.kernels.ranks import peer_sum
 from tests.support import emulator
 from tests.support.cuda_kernels import emulated
 from tests.support.interpreter import HAS_TRITON, INTERPRETED
@@ -124,7 +122,8 @@ FAULTS: dict[str, tuple[str, str, Callable[[], None]]] = {
     "rows that nobody sends": ("from == place || mt * 8 + g >= M ||", "from == place ||", PLAIN),
     "sums are scaled as well": ("#if !SUMS\n", "#if 1\n", E4M3),
     "no scales": (
-        "[[maybe_unused]] const int column = min(row_tile * 16", "continue; int column = min(16", E4M3,
+        "[[maybe_unused]] const int column = min(row_tile * 16", "continue; int column = min(16",
+        E4M3,
     ),
 }  # fmt: skip
 """Text and what takes its place, and what finds it."""

@@ -420,7 +420,11 @@ def rank_of(model: Any, config: ModelConfig, rank: int) -> tuple[Any, ModelConfi
 
 @on_both(
     *("name", "way"),
-    gpu=((name, way) for name in NAMES for way in ("all-reduce", "kernel", "sent", "summed")),
+    gpu=(
+        (name, way)
+        for name in NAMES
+        for way in ("all-reduce", "kernel", "sent", "summed", "no room")
+    ),
     small=[
         ("gpt2", "all-reduce"),
         ("qwen3", "kernel"),
@@ -428,13 +432,15 @@ def rank_of(model: Any, config: ModelConfig, rank: int) -> tuple[Any, ModelConfi
         ("qwen3", "sent"),
         ("gpt2", "summed"),
         ("qwen3", "summed"),
+        ("qwen3", "no room"),
     ],
 )
 def test_partial_sums_of_two_ranks_make_the_whole_model(
     device: torch.device, name: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An all-reduce in front of the residual stream, here of threads, behind the embedding and each
-    row-parallel GEMM; or the kernel that does without, of what was stored or sent; or the GEMM."""
+    row-parallel GEMM; or the kernel that does without, of what was stored or sent; or the GEMM, if
+    all its CTAs have room at once."""
     monkeypatch.setattr(rank_sums, "LEAST_SENT_ROWS", 1 if way == "sent" else MAX_ROWS + 1)
     config = replace(small(name), head_dim=64, ffn_hidden_size=512, vocab_size=128)
     model = bfloat16_model(config, device)
@@ -442,6 +448,9 @@ def test_partial_sums_of_two_ranks_make_the_whole_model(
     if device.type == "cpu":
         one_at_a_time(monkeypatch)
         monkeypatch.setattr(peer_sum, "CTAS", 1)
+    if way == "no room":
+        for kind in (cuda.Kernel, emulator.EmulatedKernel):
+            monkeypatch.setattr(kind, "runs_at_once", lambda self, ctas: False)
     words: list[Any] = [None, None]
     if way != "all-reduce":
         monkeypatch.setattr(PeerSum, "__call__", ranks.at_once(PeerSum.__call__))
@@ -457,7 +466,7 @@ def test_partial_sums_of_two_ranks_make_the_whole_model(
         share, half = rank_of(model, config, rank)
         fused = FusedDecoder(share, all_reduce=ranks.all_reduce(rank), words=words[rank])
         rig = DecodeRig(half, device)
-        rig.tokens, rig.grids_may_wait = whole.tokens, way == "summed"
+        rig.tokens, rig.grids_may_wait = whole.tokens, way in ("summed", "no room")
         assert not fused.covered([rig.rows], rig.context()).fallbacks
 
         def forward(ids: Tensor, positions: Tensor, context: Any, logits: Tensor) -> None:
