@@ -4,6 +4,12 @@ All CTAs of such a grid must run at once. The grid of one engine does: what is b
 stream ends without it, what is behind it starts when all its CTAs run (a dependent launch) or have
 ended, and kernels on other streams end as well. Two such grids next to each other might have half
 of the SMs each, and wait for ever. So might kernels of other ranks that wait for ones of this rank.
+The ranks of one model do not, where each launches the same kernels in the same order on one stream.
+What a grid waits for was launched before it, or is the same launch on another rank. So of all
+launches that have not ended the oldest one ends: its grids run at once on all ranks, as what was in
+front of them is over. NCCL's kernels have a place in that order too, since torch lets the engine's
+stream and NCCL's wait for each other. A rank that chooses another kernel than the others for a
+launch breaks it, or reads words that mean something else.
 Processes that share a GPU have it in turns, but for those under MPS.
 """
 

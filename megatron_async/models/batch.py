@@ -24,7 +24,8 @@ class Batch(Protocol):
         has_gaps: there may be padding in front of the first token of a row's window.
         num_speculative_tokens: drafts that each decode row may bring along.
         batch_invariant: a token's bits do not depend on what else is in the forward.
-        grids_may_wait: grids may wait for their own CTAs, see ``device/waiting_grids.py``.
+        grids_may_wait: grids may wait for their own CTAs, and for those of other ranks, see
+            ``device/waiting_grids.py``.
         gemm_autotune_seconds: of the start, for timing GEMMs that nobody has measured.
         states: recurrent states of the model; None without.
         padding_mask: bool ``[1, T]``, true for tokens that are padding, or of requests that have

@@ -22,7 +22,9 @@
 //
 // Words lie in two halves, which launches use in turns. A rank sends in launch n + 2 when its launch
 // n + 1 is over, so each peer had sent words in launch n + 1 (to this rank, or to the one that added up
-// what this rank got), when the peer's launch n was over: nobody reads the half any more.
+// what this rank got), when the peer's launch n was over: nobody reads the half any more. So it is with
+// all that sends to these words (SENDS and SUMS elsewhere), in any order. A launch of no rows gets no word:
+// what sends next must know by other means that all ranks are done.
 
 #define VECTORS (H / 8)  // of a row, of 16 bytes
 #define OWN ((MOST_ROWS * VECTORS + CTAS * THREADS - 1) / (CTAS * THREADS))  // of a thread

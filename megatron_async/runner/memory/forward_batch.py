@@ -35,8 +35,8 @@ class ForwardBatch(BaseInferenceContext):
         scales: of a cache of e4m3, fp32 ``[layers, key or value, heads]``, powers of two; they are
             ones until somebody fills them, before anything is kept.
         states: recurrent states of the model; None without.
-        grids_may_wait: the grids of the engine that has it may wait for their own CTAs, see
-            ``device/waiting_grids.py``.
+        grids_may_wait: the grids of the engine that has it may wait for their own CTAs, and for
+            those of other ranks, see ``device/waiting_grids.py``.
         gemm_autotune_seconds: see :class:`~megatron_async.models.batch.Batch`.
         decoder_hidden_states: of the last forward, ``[T, 1, hidden]``; the model sets them.
         position_ids, token_slots, slot_mapping, last_token_index, window, has_gaps: of the forward
