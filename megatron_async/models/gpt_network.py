@@ -175,17 +175,20 @@ class GPTNetwork(Network):
     def claim_waiting_grids(self, owner: object) -> bool:
         """Whether the engine whose device is ``owner`` may launch kernels whose CTAs wait for each
         other; it uses the model from now on."""
-        if self._fused is None or not self._fused.has_waiting_grids:
-            return False
         from megatron_async.device import waiting_grids
 
-        reason = waiting_grids.claim(self.device, owner, self.parallel)
-        if self.parallel is not None and not self._has_stages and not self.parallel.is_given:
-            reason = self.parallel.agree(reason, self._fused.tuned)
-        if reason is not None:
+        ranks = self.parallel
+        found: str | None = "it has no such kernels"
+        has_some = self._fused is not None and self._fused.has_waiting_grids
+        if has_some:
+            found = waiting_grids.claim(self.device, owner, ranks)
+        if self.device.type == "cuda" and ranks is not None and ranks.agrees:
+            found = ranks.agree(found, "" if self._fused is None else self._fused.tuned)
+        if found is not None:
             waiting_grids.release(owner)
-            logger.info("no kernel waits for its own CTAs, or those of other ranks: %s", reason)
-        return reason is None
+        if found is not None and has_some:
+            logger.info("no kernel waits for its own CTAs, or those of other ranks: %s", found)
+        return found is None
 
     def kernels_of(self, rows: list[int], context: Any) -> Iterator[Work]:
         """See ``Network.kernels_of``."""

@@ -164,6 +164,12 @@ class ModelParallel:
 
         return new_group_of_members(ranks)
 
+    @property
+    def agrees(self) -> bool:
+        """These ranks may :meth:`agree` that their kernels wait for each other's: they share all
+        layers, and run nothing else."""
+        return not self.is_given and int(self.layout.pipeline) == 1
+
     def agree(self, reason: str | None, *alike: object) -> str | None:
         """The first reason that a rank has against something, on all ranks of the layout. To be
         called by all, at the same time.
