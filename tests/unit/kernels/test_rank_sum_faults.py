@@ -144,7 +144,9 @@ def test_faults_of_gemms_that_sum_show(fault: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.sweep(of=3)
 @emulated
 @pytest.mark.parametrize(
-    "run", {run for *_, run in FAULTS.values()}, ids=lambda run: str(getattr(run, "args", "ahead"))
+    "run",
+    dict.fromkeys(run for *_, run in FAULTS.values()),
+    ids=lambda run: str(getattr(run, "args", "ahead")),
 )
 def test_and_without_them_nothing_does(
     run: Callable[[], None], monkeypatch: pytest.MonkeyPatch
