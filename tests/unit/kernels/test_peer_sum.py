@@ -173,6 +173,18 @@ class Case:
         self.check()
 
 
+def operands(
+    ranks: Ranks, rows: int, k: int, scale_columns: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Rows of x, a rank's weight, and its scales if it is e4m3."""
+    x = torch.randn(rows, k, device=ranks.device, dtype=torch.bfloat16)
+    weight = torch.randn(ranks.hidden, k, device=ranks.device, dtype=torch.bfloat16)
+    if not scale_columns:
+        return x, weight, None
+    scale = torch.rand(ranks.hidden, k // scale_columns, device=ranks.device)
+    return x, weight.to(torch.float8_e4m3fn), scale
+
+
 SMALL = {"ctas": 2, "threads": 32}
 TWO_STEPS = {**SMALL, "steps": 2}
 
@@ -255,12 +267,7 @@ def test_what_gemms_have_sent_is_added_up(
             words = group.sums[rank].words
             assert group.sums[rank].takes_sent(group.padded(count))
             sends = Sending(words.memory, rank, words.launches, words.capacity)
-            x = torch.randn(count, k, device=device, dtype=torch.bfloat16)
-            weight = torch.randn(n, k, device=device, dtype=torch.bfloat16)
-            scale = None
-            if scale_columns:
-                weight = weight.to(torch.float8_e4m3fn)
-                scale = torch.rand(n, k // scale_columns, device=device)
+            x, weight, scale = operands(group, count, k, scale_columns)
             both = [
                 SkinnyGemm(
                     n, k, padded(count), NO_NORM, STORE, LAYER_NORM, config, device, to,
@@ -299,16 +306,11 @@ class SummedCase(Case):
             words, device = ranks.sums[rank].words, ranks.device
             sums = Sending(words.memory, rank, words.launches, words.capacity, sums=True)
             assert ranks.sums[rank].takes_sent(padded(rows)) and sums.takes(config, ranks.hidden)
-            x = torch.randn(rows, k, device=device, dtype=torch.bfloat16)
-            weight = torch.randn(ranks.hidden, k, device=device, dtype=torch.bfloat16)
+            x, weight, scale = operands(ranks, rows, k, scale_columns)
             if len(self.partial) > 2 and rank == len(self.partial) - 1:
-                x, weight = -self.gemms[0][1], self.gemms[0][2]
+                x, weight, scale = -self.gemms[0][1], *self.gemms[0][2:]
             elif len(self.partial) > 2 and rank == 0:
                 x *= 2**LARGE
-            scale = None
-            if scale_columns:
-                weight = weight.to(torch.float8_e4m3fn)
-                scale = torch.rand(ranks.hidden, k // scale_columns, device=device)
             given = ranks.hidden, k, padded(rows), NO_NORM
             stores = SkinnyGemm(
                 *given, STORE, statistics, config, device, None, scale_columns
