@@ -118,7 +118,7 @@ class RowParallel:
         rows, hidden = x.shape[0], residual.hidden
         gemm, sends = self._way(padded(rows), context)
         kernel = self._kernels.get(gemm, padded(rows), _kind(reader), sends)
-        if not kernel.runs_at_once:
+        if sends is not None and not kernel.runs_at_once:
             self._kernels.leave_unsummed(gemm, padded(rows))
             return self(x, residual, reader, context)
         weight, bias, scale = self._linear.weight, self._linear.bias, None
