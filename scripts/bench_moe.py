@@ -251,7 +251,6 @@ class Bench:
             return 0.0
         options: list[dict[str, Any]] = [{}, {"one_launch": False}]
         if sweep:
-            options += [{"tensor_cores": given} for given in (False, True)]
             coarse = row.tile(self.shape.hidden, self.sm_count) == 16
             for threads in (128, 256, 512) if coarse else (128, 256):
                 options += [{"threads": threads, "loads": loads} for loads in (4, 8, 16)]

@@ -57,14 +57,14 @@ struct DownScales {
 
 // Tensor cores add up four lanes: these have one scale where all of a row have, and where groups of columns,
 // of one expert each, end with fours.
-#if TENSOR_CORES && UP_GROUPS == 1 && (!SHARED || SHARED_UP_GROUPS == 1)
+#if UP_GROUPS == 1 && (!SHARED || SHARED_UP_GROUPS == 1)
 #define UP_BY_ROW 1
 #endif
-#if TENSOR_CORES && UP_COLUMNS % 64 == 0 && (!SHARED || SHARED_UP_COLUMNS % 64 == 0) || UP_BY_ROW
+#if UP_COLUMNS % 64 == 0 && (!SHARED || SHARED_UP_COLUMNS % 64 == 0) || UP_BY_ROW
 #define UP_ON_TENSOR_CORES 1
 #define UP_FACTOR 0x5f805f80u
 #endif
-#if TENSOR_CORES && INNER % 64 == 0 && DOWN_COLUMNS % 64 == 0 && (!SHARED || SHARED_DOWN_COLUMNS % 64 == 0)
+#if INNER % 64 == 0 && DOWN_COLUMNS % 64 == 0 && (!SHARED || SHARED_DOWN_COLUMNS % 64 == 0)
 #define DOWN_ON_TENSOR_CORES 1
 #define DOWN_FACTOR 0x5f805f80u
 #endif
@@ -86,7 +86,6 @@ __device__ __forceinline__ void add_vector(float& sum, const Loaded& from, int u
   sum += part * from.scale[u];
 }
 
-#if TENSOR_CORES
 // As DiagonalSums says.
 __device__ __forceinline__ void multiply(float (&c)[2][4], const Vec& w, const Inputs& x) {
   const u32 words[4] = {w.x, w.y, w.z, w.w};
@@ -109,4 +108,3 @@ __device__ __forceinline__ void multiply(float (&c)[4], float (&d)[4], const Vec
         e4m3_bits(others[k], 1), k % 2 ? of.z : of.x, k % 2 ? of.w : of.y);
   }
 }
-#endif

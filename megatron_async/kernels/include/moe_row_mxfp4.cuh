@@ -28,8 +28,8 @@ struct DownScales {
   }
 };
 
-#define UP_ON_TENSOR_CORES TENSOR_CORES
-#define DOWN_ON_TENSOR_CORES TENSOR_CORES
+#define UP_ON_TENSOR_CORES 1
+#define DOWN_ON_TENSOR_CORES 1
 // There weights are multiplied by a power of two that has their scale: that is exact for scales from 2^-88
 // to 2^45, and leaves products 2^44 times too small, which are normal numbers of fp32 from 2^-82 on. Larger
 // scales become infinities, 255 among them, so that what comes out is not finite.
@@ -41,28 +41,7 @@ __device__ __forceinline__ u32 factor_of(u32 scale) {
   return (min(scale, 255u - 82u) + 82u) * 0x800080u;
 }
 
-// Each word's numbers and inputs are pairs, n and n + 4 of eight.
-__device__ __forceinline__ void add_eight(float& sum, u32 word, const Vec& x) {
-  constexpr u32 BIAS = 0x7e807e80u;
-  const u32 a = mul2(mxfp4_bits<0>(word), BIAS), b = mul2(mxfp4_bits<1>(word), BIAS),
-            c = mul2(mxfp4_bits<2>(word), BIAS), d = mul2(mxfp4_bits<3>(word), BIAS);
-  sum += low(a) * low(x.x), sum += low(b) * low(x.y), sum += low(c) * low(x.z), sum += low(d) * low(x.w);
-  sum += high(a) * high(x.x), sum += high(b) * high(x.y), sum += high(c) * high(x.z);
-  sum += high(d) * high(x.w);
-}
-__device__ __forceinline__ void add_vector(float& sum, const Loaded& from, int u, const Inputs& x) {
-  float part = 0.f;
-  add_eight(part, from[u].x, x.part[0]);
-  add_eight(part, from[u].y, x.part[1]);
-  add_eight(part, from[u].z, x.part[2]);
-  add_eight(part, from[u].w, x.part[3]);
-  // 255 becomes an infinity, so that what comes out is not finite.
-  const u32 scale = from.scale[u];
-  sum += part * __uint_as_float(scale ? scale << 23 : 0x400000u);
-}
-
-#if TENSOR_CORES
-// As DiagonalSums says.
+// As DiagonalSums says. Each word's numbers and inputs are pairs, n and n + 4 of eight.
 __device__ __forceinline__ void multiply(float (&c)[2 * CHAINS][4], const Vec& w, u32 factor,
                                          const Inputs& x) {
   const u32 words[4] = {w.x, w.y, w.z, w.w};
@@ -91,4 +70,3 @@ __device__ __forceinline__ void multiply(float (&c)[4], float (&d)[4], const Vec
     multiply_pairs<2>(d, words[k], others[k], factor, of_other, x.part[k].z, x.part[k].w);
   }
 }
-#endif

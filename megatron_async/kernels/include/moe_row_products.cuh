@@ -62,7 +62,7 @@ __device__ __forceinline__ void put_normed(int row, int eight, Vec v) {
 #endif
 #if W4  // pairs, as those of a word of weights
   v = Vec{lower_halves(v.x, v.z), upper_halves(v.x, v.z), lower_halves(v.y, v.w), upper_halves(v.y, v.w)};
-#elif !W8 && TENSOR_CORES  // in the order of DiagonalSums
+#elif !W8  // in the order of DiagonalSums
   v = Vec{v.x, v.z, v.y, v.w};
 #endif
   store_shared(shared_address(inputs_at<UP_VECTORS>(shared + X_AT + row * H * 2, eight)), v);
@@ -76,7 +76,7 @@ __device__ __forceinline__ void put_activations(int place, int four, u32 a, u32 
 #if W4
   u16* into = (u16*)eight + four % 2;
   into[0] = (u16)a, into[2] = (u16)(a >> 16), into[4] = (u16)b, into[6] = (u16)(b >> 16);
-#elif !W8 && TENSOR_CORES
+#elif !W8
   u32* into = (u32*)eight + four % 2;
   into[0] = a, into[2] = b;
 #else
@@ -85,7 +85,8 @@ __device__ __forceinline__ void put_activations(int place, int four, u32 a, u32 
 #endif
 }
 
-// In fp32, one product after the other.
+#if W8
+// In fp32, one product after the other: of groups of columns that four lanes do not have in common.
 struct LaneSums {
   float v[2];
 
@@ -97,8 +98,8 @@ struct LaneSums {
   }
   __device__ __forceinline__ float total(int half) const { return sum_of_warp(v[half]); }
 };
+#endif
 
-#if TENSOR_CORES
 // By mma. What a lane multiplies goes to no other. Of a step of 16 in K a lane has four numbers of row l / 4
 // of the first operand, four of a row eight below, and four of column l / 4 of the second. So element n of
 // a diagonal of the result is the products of lanes 4n to 4n + 3. What else comes out is of one lane's
@@ -199,7 +200,6 @@ struct GatedSums {
 };
 #else
 typedef DiagonalSums GatedSums;
-#endif
 #endif
 
 #if UP_ON_TENSOR_CORES

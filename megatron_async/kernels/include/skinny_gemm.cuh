@@ -33,9 +33,9 @@
 // loop), LATE_RESIDUAL (1: the residual is read only after the workspace reduction) and `shared`.
 //
 // Its body includes, in this order, skinny_gemm_{begin,prefetch,send,input,finish,finish_tile,reduce}.cuh,
-// and some of these skinny_gemm_{scale,sum}.cuh, which use its variables by name. They are text, not functions: as functions, or with other captures of
-// the lambdas, the same code gets other registers and another order of instructions, which cost 1.2 % of
-// a step of Qwen3-0.6B at 32 rows (H200).
+// and some of these skinny_gemm_{scale,sum}.cuh, which use its variables by name. They are text, not
+// functions: as functions, or with other captures of the lambdas, the same code gets other registers and
+// another order of instructions, which cost 1.2 % of a step of Qwen3-0.6B at 32 rows (H200).
 //
 //   g, t      lane / 4, lane % 4
 //   wr, wk    the warp's number among those next to each other in N, and among those that share K

@@ -15,8 +15,6 @@
 //   W8         1: the experts' weights are e4m3, with fp32 scales for UP_COLUMNS and DOWN_COLUMNS of a row, of
 //              the shared experts' for SHARED_UP_COLUMNS and SHARED_DOWN_COLUMNS
 //   W4         1: they are MXFP4, packed, with a byte for the scale of 32 of a row; else bfloat16
-//   TENSOR_CORES 1: products with the experts' weights are by mma, but for groups of e4m3 that do not fit it;
-//              0: in fp32
 //   SUMS       1: `out` is summed over RANKS ranks, each of which has a share of every expert; see peer_sum.cu
 //   MIN_SHARED bytes of shared memory to take at least: more than half keeps two CTAs off one SM
 //

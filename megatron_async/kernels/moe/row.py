@@ -212,7 +212,6 @@ class MoeRow:
         ctas: of the grid; no more than the device has SMs are launched.
         threads, loads, claimed: see :data:`THREADS` and :data:`CLAIMED`; None for those of the
             shape and of the weights' format that fit the tile.
-        tensor_cores: whether experts' weights are multiplied there.
 
     Attributes:
         statistic_rows: elements that one partial statistic covers.
@@ -227,14 +226,12 @@ class MoeRow:
         threads: int | None = None,
         loads: int | None = None,
         claimed: int = CLAIMED,
-        tensor_cores: bool = True,
     ) -> None:
         if device.type == "cuda":  # more would wait for each other in vain
             ctas = min(ctas, cuda.sm_count(device.index or 0))
         self._shape, self._device, self._ctas = shape, device, ctas
         self._limit = block_limit(device)
         self._loads, self._claimed = loads or most_loads(shape, ctas), claimed
-        self._tensor_cores = tensor_cores
         self.statistic_rows = tile(shape.hidden, ctas)
         self._threads = threads or min(most_threads(shape, ctas), 32 * self.statistic_rows)
         logits = shape.settings.num_experts + 1
@@ -265,7 +262,6 @@ class MoeRow:
             "FUNCTION": FUNCTIONS.index(activation.function),
             "HAS_LIMIT": int(activation.limit is not None), "TILE": self.statistic_rows,
             "THREADS": self._threads, "LOADS": self._loads, "CLAIMED": self._claimed,
-            "TENSOR_CORES": int(self._tensor_cores),
             "MIN_SHARED": min(MIN_SHARED_BYTES, self._limit - STATIC_BYTES),
         }  # fmt: skip
 
