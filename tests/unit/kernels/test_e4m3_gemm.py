@@ -77,6 +77,15 @@ class Codes:
         return torch.cat(found).T.float()
 
 
+def use_source(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emulate GEMMs of this source from now on."""
+    emulator.install(monkeypatch)
+    monkeypatch.setattr(emulator, "source_text", lambda _: text)
+    monkeypatch.setattr(
+        skinny_gemm, "kernel", lambda source, values, _: emulator.EmulatedKernel(source, values)
+    )
+
+
 def _wgmma(tiles: int, split_k: int = 1, stages: int = 2, **values: bool) -> TileConfig:
     return TileConfig(tiles, 1, 1, split_k, stages, stream_x=True, tma=True, **values)
 
@@ -163,11 +172,7 @@ def test_the_numbers_show_faults(
     entry = "__device__ __forceinline__ u32 e4m3_bits("
     assert entry in text
     text = text.replace(entry, flush + entry)
-    emulator.install(monkeypatch)
-    monkeypatch.setattr(emulator, "source_text", lambda _: text)
-    monkeypatch.setattr(
-        skinny_gemm, "kernel", lambda source, values, _: emulator.EmulatedKernel(source, values)
-    )
+    use_source(text, monkeypatch)
     codes = Codes(256, 256, columns or 256, torch.device("cpu"))
     assert not torch.equal(codes.one_by_one(config, rows), codes.wanted)
 
@@ -235,12 +240,7 @@ def test_the_ends_of_rows_show_faults(
     k, rows, config = _PARTS[place]
     text = emulator.source_text(config.kernel)
     assert there in text
-    emulator.install(monkeypatch)
-    changed = text.replace(there, instead)
-    monkeypatch.setattr(emulator, "source_text", lambda _: changed)
-    monkeypatch.setattr(
-        skinny_gemm, "kernel", lambda source, values, _: emulator.EmulatedKernel(source, values)
-    )
+    use_source(text.replace(there, instead), monkeypatch)
     with pytest.raises(AssertionError):
         test_a_row_may_end_within_a_stage(torch.device("cpu"), k, rows, config, monkeypatch)
 

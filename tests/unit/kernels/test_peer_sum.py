@@ -186,6 +186,20 @@ def operands(
 
 
 SMALL = {"ctas": 2, "threads": 32}
+
+
+def of_gemms(
+    ranks: int, n: int, device: torch.device, rows: tuple[int, ...], launches: int | None = None
+) -> Ranks:
+    """Ranks whose kernel is built, with room for what GEMMs of ``n`` columns send of ``rows``."""
+    torch.manual_seed(ranks)
+    most = max(8, *map(padded, rows))
+    grid = SMALL if device.type == "cpu" else {}
+    group = Ranks(ranks, n, device, -(-most * n // 256) * 256, launches=launches, **grid)
+    group.compile(list(rows))
+    return group
+
+
 TWO_STEPS = {**SMALL, "steps": 2}
 
 
@@ -254,12 +268,8 @@ def test_what_gemms_have_sent_is_added_up(
 ) -> None:
     """Each rank's GEMM rounds its partial sums, as it does where it stores them. Launches that send
     words of stored sums come between."""
-    torch.manual_seed(ranks)
     n, k = shape
-    most = max(map(padded, rows))
-    grid = SMALL if device.type == "cpu" else {}
-    group = Ranks(ranks, n, device, -(-max(8, most) * n // 256) * 256, **grid)
-    group.compile(list(rows))
+    group = of_gemms(ranks, n, device, rows)
     for count, stored in zip([*rows, *rows], [*reversed(rows), *rows], strict=True):
         case = Case(group, count, "rms" if n % 64 == 0 else None)
         gemms = []
@@ -363,14 +373,8 @@ def test_gemms_sum_where_they_end(
 ) -> None:
     """The bits are those of partial sums that are stored. Launches of the kernel that sums stored
     ones come between, and count on, with another grid."""
-    torch.manual_seed(ranks)
     n, k = shape
-    most = max(map(padded, rows))
-    grid = SMALL if device.type == "cpu" else {}
-    group = Ranks(
-        ranks, n, device, -(-max(8, most) * n // 256) * 256, launches=peer_sum.LAUNCHES, **grid
-    )
-    group.compile(list(rows))
+    group = of_gemms(ranks, n, device, rows, launches=peer_sum.LAUNCHES)
     for number, count in enumerate([*rows, *rows]):
         norm, bias = ("rms", "layer")[number % 2], number % 3 == 1
         SummedCase(group, count, norm, k, config, bias=bias, scale_columns=scale_columns).run()
