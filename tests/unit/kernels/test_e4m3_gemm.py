@@ -279,6 +279,14 @@ _SMALL_GEMMS: list[tuple[Shape, int, TileConfig]] = [
     ((64, 640, NO_NORM, ADD, True), 42, TileConfig(1, 2, 2, 2, 2)),
     ((64, 384, NO_NORM, ADD, False), 64, TileConfig(2, 1, 2, 1, 2)),
 ]
+_PART_GEMMS: list[tuple[Shape, int, TileConfig]] = [
+    ((96, 320, LAYER_NORM, STORE, True), 5, TileConfig(1, 3, 1, 1, 2)),
+    ((96, 320, LAYER_NORM, GELU_TANH, True), 8, TileConfig(1, 3, 2, 1, 2)),
+    ((128, 448, RMS_NORM, SILU_GATE, True), 16, TileConfig(2, 2, 1, 1, 4, stream_x=True)),
+    ((64, 448, NO_NORM, ADD, True), 16, TileConfig(1, 2, 1, 4, 2)),
+    ((96, 320, RMS_NORM, STORE, False), 13, _wgmma(3)),
+]
+"""Rows that end within a stage, of which scales are by row alone."""
 _WGMMA_GEMMS: list[tuple[Shape, int, TileConfig]] = [
     ((96, 384, RMS_NORM, STORE, True), 5, _wgmma(6, stages=3)),
     ((128, 512, RMS_NORM, SILU_GATE, True), 32, _wgmma(4, 2, workspace=True)),
@@ -312,11 +320,11 @@ def _configs(gemm: Gemm, count: int) -> list[TileConfig]:
             for rows in (1, 8, 13, 32, 40, 64)
             for columns in (*SCALE_COLUMNS, ROW)
         ),
-        *((*case, ROW) for case in _WGMMA_GEMMS),
+        *((*case, ROW) for case in [*_PART_GEMMS, *_WGMMA_GEMMS]),
     ),
     small=(
         *((*case, columns) for case in _SMALL_GEMMS for columns in (*SCALE_COLUMNS, ROW)),
-        *((*case, ROW) for case in _WGMMA_GEMMS),
+        *((*case, ROW) for case in [*_PART_GEMMS, *_WGMMA_GEMMS]),
     ),
 )
 def test_equals_float64(
