@@ -48,6 +48,7 @@ struct Delivery {
 struct Transfer {
   long long bytes = 0;  // announced and not there yet
   bool announced = false;
+  u32 threads = 1, missing = 1;  // that arrive in each phase, where that is not one with bytes
   unsigned parity = 0;
   std::vector<Copy> under_way;
   std::vector<Delivery> sent;
@@ -509,9 +510,18 @@ void commit_copies() {
   fiber->issued.clear();
 }
 
-void init_barrier(u32 barrier) {
+void init_barrier(u32 barrier, u32 arrivals) {
   shared_at(barrier, 8);
-  fiber->block->transfers[barrier] = {};
+  Transfer t;
+  t.threads = t.missing = arrivals;
+  fiber->block->transfers[barrier] = t;
+}
+void arrive_at(u32 barrier) {
+  auto& t = transfer(barrier);
+  if (--t.missing) return;
+  t.missing = t.threads;
+  t.parity ^= 1;
+  events++;
 }
 void expect_bytes(u32 barrier, u32 bytes) {
   auto& t = transfer(barrier);
@@ -534,6 +544,11 @@ void await_bytes(u32 barrier, u32 parity) {
 }
 void tma_load(u32 into, const TensorMap& map, int a, int b, u32 barrier) {
   load_tile(into, map.opaque, {a, b}, barrier);
+}
+void tma_multicast(u32 into, const TensorMap& map, int a, int b, u32 barrier, u32 mask) {
+  for (u32 rank = 0; rank < 16; rank++)
+    if (mask >> rank & 1)
+      load_tile(peer_address(into, rank), map.opaque, {a, b}, peer_address(barrier, rank));
 }
 void tma_load(u32 into, const TensorMap& map, int a, int b, int c, int d, u32 barrier) {
   load_tile(into, map.opaque, {a, b, c, d}, barrier);

@@ -188,7 +188,8 @@ void await_copies() {
   emulator::await_copies(PENDING);
 }
 
-void init_barrier(u32 barrier);
+void init_barrier(u32 barrier, u32 arrivals = 1);
+void arrive_at(u32 barrier);
 inline void publish_barriers() {}
 void expect_bytes(u32 barrier, u32 bytes);
 void await_bytes(u32 barrier, u32 parity);
@@ -197,6 +198,7 @@ inline void send(u32 at, float4 v, u32 barrier) { emulator::send(at, &v, 16, bar
 inline void send(u32 at, float2 v, u32 barrier) { emulator::send(at, &v, 8, barrier); }
 void tma_load(u32 into, const TensorMap& map, int a, int b, u32 barrier);
 void tma_load(u32 into, const TensorMap& map, int a, int b, int c, int d, u32 barrier);
+void tma_multicast(u32 into, const TensorMap& map, int a, int b, u32 barrier, u32 mask);
 inline void prefetch_tensor_map(const TensorMap&) {}
 
 inline u32 load_shared_pair(u32 at) { return *(u16*)emulator::shared_at(at, 2); }

@@ -63,7 +63,7 @@ _SHARED = re.compile(r"extern __shared__ __align__\([^)]+\) char shared\[\];")
 _STATIC = re.compile(r"__shared__ u32 (\w+);")
 """A word of a block. A kernel has one at most."""
 _CLUSTER = {
-    "embed": "1", "embed_share": "1", "sample": "C", "moe_row": "1", "moe_widened": "1",
+    "skinny_gemm_many": "CLUSTER * MULTICAST", "embed": "1", "embed_share": "1", "sample": "C", "moe_row": "1", "moe_widened": "1",
     "peer_sum": "1", "peer_best": "1", "peer_rows": "1", "mailbox": "1",
 }  # fmt: skip
 """CTAs of a cluster, where that is not ``CLUSTER``."""
@@ -73,6 +73,7 @@ sum over ranks."""
 _WRITTEN_BEFORE = {
     "skinny_gemm_mma": ("x", "stats_in", "residual", "launches"),
     "skinny_gemm_wgmma": ("x_map", "stats_in", "input_scale", "residual", "launches"),
+    "skinny_gemm_many": ("x_map", "stats_in", "residual"),
     "attention": ("qkv",),
     "embed": ("token_ids", "position_ids"),
     "embed_share": ("token_ids", "position_ids"),

@@ -253,7 +253,8 @@ class SkinnyGemm:
         if config.persistent:
             resident = max(1, limit // (self.kernel.shared_bytes + 1024))
             by_threads = 2048 // self.kernel.threads
-            ctas = min(ctas, sm_count * min(resident, by_threads, 2))
+            each = max(1, config.multicast)
+            ctas = min(ctas, sm_count * min(resident, by_threads, 2) // each * each)
         self._grid = (ctas, 1, 1)
         self.runs_at_once = sends is None or not sends.sums or self.kernel.runs_at_once(ctas)
         self._workspace: Tensor | None = None
@@ -357,7 +358,7 @@ class SkinnyGemm:
         found = self._x_maps.get(key)
         if found is None:
             columns = E4M3_STAGE_K if self._e4m3_inputs else STAGE_K
-            tile = [columns, 8 * row_groups(self._rows)]
+            tile = [columns, 8 * row_groups(self._rows) // max(1, self._config.multicast)]
             found = cuda.tensor_map(x, [self._k, x.shape[0]], [row], tile)
             _keep(self._x_maps, key, found)
         return found
@@ -410,6 +411,8 @@ def defines(
         macros |= {"X8": 1}
     if rounded:
         macros |= {"ROUNDED": 1}
+    if config.multicast:
+        macros |= {"MULTICAST": config.multicast}
     return macros
 
 

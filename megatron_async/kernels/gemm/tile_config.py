@@ -80,6 +80,8 @@ class TileConfig(NamedTuple):
         persistent: CTAs stay and go on to further rows of W.
         workspace: split-K partial sums go through global memory, not through a cluster.
         tma: TMA tiles and wgmma (Hopper only), not per-thread ``cp.async`` and mma.
+        multicast: with ``tma``, CTAs next to each other that share tiles of x in
+            ``skinny_gemm_many.cu``; 0 for the other kernels.
     """
 
     row_tiles: int
@@ -91,10 +93,13 @@ class TileConfig(NamedTuple):
     persistent: bool = False
     workspace: bool = False
     tma: bool = False
+    multicast: int = 0
 
     @property
     def kernel(self) -> str:
         """The source that it configures."""
+        if self.multicast:
+            return "skinny_gemm_many"
         return "skinny_gemm_wgmma" if self.tma else "skinny_gemm_mma"
 
     @property
@@ -104,7 +109,8 @@ class TileConfig(NamedTuple):
 
     def ctas(self, n: int) -> int:
         """CTAs that cover ``n`` rows of W."""
-        return -(-n // self.weight_rows) * self.split_k
+        each = max(1, self.multicast)
+        return -(-n // self.weight_rows // each) * each * self.split_k
 
     def statistic_rows(self, rows: int) -> int:
         """Elements of the residual stream that one partial statistic of epilogue ADD covers."""
@@ -228,7 +234,7 @@ class Entry(NamedTuple):
                 values[name] = names.index(values[name])
         own = {name: values.pop(name) for name in GemmProblem._fields if name in values}
         problem, config = GemmProblem(**own), TileConfig(**values)
-        numbers, flags = (*problem[:3], *config[:5]), (*config[5:], problem.e4m3_inputs)
+        numbers, flags = (*problem[:3], *config[:5]), (*config[5:9], problem.e4m3_inputs)
         if any(type(value) is not int or not 0 < value < 2**31 for value in numbers):
             raise ValueError(f"{config} of {problem}: positive integers are expected")
         if type(problem.scale_columns) is not int:

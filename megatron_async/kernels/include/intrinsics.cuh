@@ -129,6 +129,26 @@ __device__ __forceinline__ void mma_half(float (&c)[4], u32 a0, u32 a1, u32 a2, 
 __device__ __forceinline__ void init_barrier(u32 barrier) {
   asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier) : "memory");
 }
+#if MULTICAST
+// One whose phases end when so many threads of the cluster have arrived.
+__device__ __forceinline__ void init_barrier(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+// In any block of the cluster.
+__device__ __forceinline__ void arrive_at(u32 barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// The same TMA tile for all blocks of the cluster that `mask` has a bit of: each is written, and its barrier
+// told, at these addresses in its own shared memory.
+__device__ __forceinline__ void tma_multicast(u32 into, const TensorMap& map, int a, int b, u32 barrier,
+                                              u32 mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(into),
+      "l"(&map), "r"(a), "r"(b), "r"(barrier), "h"((u16)mask)
+      : "memory");
+}
+#endif
 // Before the first copy reports to a barrier that this thread initialised.
 __device__ __forceinline__ void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
@@ -313,6 +333,56 @@ __device__ __forceinline__ unsigned long long descriptor(u32 at) {
 #define SUMS_32 \
   SUMS_24, "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), \
   "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+#if MULTICAST
+#define REGISTERS_40 REGISTERS_32 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define REGISTERS_48 REGISTERS_40 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define REGISTERS_56 REGISTERS_48 ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define REGISTERS_64 REGISTERS_56 ",%56,%57,%58,%59,%60,%61,%62,%63"
+#define REGISTERS_72 REGISTERS_64 ",%64,%65,%66,%67,%68,%69,%70,%71"
+#define REGISTERS_80 REGISTERS_72 ",%72,%73,%74,%75,%76,%77,%78,%79"
+#define REGISTERS_88 REGISTERS_80 ",%80,%81,%82,%83,%84,%85,%86,%87"
+#define REGISTERS_96 REGISTERS_88 ",%88,%89,%90,%91,%92,%93,%94,%95"
+#define REGISTERS_104 REGISTERS_96 ",%96,%97,%98,%99,%100,%101,%102,%103"
+#define REGISTERS_112 REGISTERS_104 ",%104,%105,%106,%107,%108,%109,%110,%111"
+#define REGISTERS_120 REGISTERS_112 ",%112,%113,%114,%115,%116,%117,%118,%119"
+#define REGISTERS_128 REGISTERS_120 ",%120,%121,%122,%123,%124,%125,%126,%127"
+#define SUMS_40 \
+  SUMS_32, "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), \
+  "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
+#define SUMS_48 \
+  SUMS_40, "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), \
+  "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
+#define SUMS_56 \
+  SUMS_48, "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), \
+  "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55])
+#define SUMS_64 \
+  SUMS_56, "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), \
+  "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+#define SUMS_72 \
+  SUMS_64, "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), \
+  "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71])
+#define SUMS_80 \
+  SUMS_72, "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), \
+  "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79])
+#define SUMS_88 \
+  SUMS_80, "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), \
+  "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87])
+#define SUMS_96 \
+  SUMS_88, "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), \
+  "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
+#define SUMS_104 \
+  SUMS_96, "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), \
+  "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103])
+#define SUMS_112 \
+  SUMS_104, "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), \
+  "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111])
+#define SUMS_120 \
+  SUMS_112, "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), \
+  "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119])
+#define SUMS_128 \
+  SUMS_120, "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), \
+  "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+#endif
 #define WGMMA(COLUMNS, REGISTERS, A, B, SUMS)                                  \
   asm volatile(                                                               \
       "{\n.reg .pred add;\nsetp.eq.u32 add, 0, 0;\n"                          \
@@ -332,6 +402,32 @@ __device__ __forceinline__ void wgmma(float (&d)[COLUMNS / 2], u32 a_at, u32 b_a
     WGMMA(32, REGISTERS_16, 16, 17, SUMS_16);
   } else if constexpr (COLUMNS == 48) {
     WGMMA(48, REGISTERS_24, 24, 25, SUMS_24);
+#if MULTICAST
+  } else if constexpr (COLUMNS == 80) {
+    WGMMA(80, REGISTERS_40, 40, 41, SUMS_40);
+  } else if constexpr (COLUMNS == 96) {
+    WGMMA(96, REGISTERS_48, 48, 49, SUMS_48);
+  } else if constexpr (COLUMNS == 112) {
+    WGMMA(112, REGISTERS_56, 56, 57, SUMS_56);
+  } else if constexpr (COLUMNS == 128) {
+    WGMMA(128, REGISTERS_64, 64, 65, SUMS_64);
+  } else if constexpr (COLUMNS == 144) {
+    WGMMA(144, REGISTERS_72, 72, 73, SUMS_72);
+  } else if constexpr (COLUMNS == 160) {
+    WGMMA(160, REGISTERS_80, 80, 81, SUMS_80);
+  } else if constexpr (COLUMNS == 176) {
+    WGMMA(176, REGISTERS_88, 88, 89, SUMS_88);
+  } else if constexpr (COLUMNS == 192) {
+    WGMMA(192, REGISTERS_96, 96, 97, SUMS_96);
+  } else if constexpr (COLUMNS == 208) {
+    WGMMA(208, REGISTERS_104, 104, 105, SUMS_104);
+  } else if constexpr (COLUMNS == 224) {
+    WGMMA(224, REGISTERS_112, 112, 113, SUMS_112);
+  } else if constexpr (COLUMNS == 240) {
+    WGMMA(240, REGISTERS_120, 120, 121, SUMS_120);
+  } else if constexpr (COLUMNS == 256) {
+    WGMMA(256, REGISTERS_128, 128, 129, SUMS_128);
+#endif
   } else {
     static_assert(COLUMNS == 64, "columns");
     WGMMA(64, REGISTERS_32, 32, 33, SUMS_32);

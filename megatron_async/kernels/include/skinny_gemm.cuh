@@ -77,6 +77,16 @@
 #define SCALES_ROWS 0
 #endif
 
+#ifndef WARP_GROUPS  // groups of eight rows of x that a warp has sums of, and which ones these are
+#define WARP_GROUPS MT
+#define GROUP(i) (i)
+#define HAS_SUMS true
+#endif
+#ifndef MULTICAST
+#define MULTICAST 1
+#define FIRST_PEER 0
+#endif
+
 #define THREADS (32 * WARPS)
 #define K_STAGES ((K + STAGE_K - 1) / STAGE_K)
 #define LAST_K (K % STAGE_K)            // columns of a last stage that has less; the others are zeros
@@ -85,7 +95,7 @@
 #define FRAGMENTS (MT * TILES)
 #define CLUSTER (WORKSPACE ? 1 : SPLIT_K)
 #define OWNERS (FRAGMENTS / OWN)        // CTAs of the cluster that finish some fragments
-#define PER_WARP (WK * CLUSTER == 1 ? MT * WARP_TILES : (OWN + WARPS - 1) / WARPS)
+#define PER_WARP (WK * CLUSTER == 1 ? WARP_GROUPS * WARP_TILES : (OWN + WARPS - 1) / WARPS)
 #define STAT_ROWS ((MT * 8 + WARPS - 1) / WARPS)
 #define STAT_TILES (OWN < TILES ? OWN : TILES)
 #define GATED (EPILOGUE == 2)

@@ -3,7 +3,7 @@
 
   // Which of the CTA's tiles a warp's tile r is, and whether it is one.
   auto warp_tile = [&](int r) { return INTERLEAVED ? r * WARPS + warp : wr * RT + r; };
-  auto is_in_cta = [&](int r) { return !INTERLEAVED || warp_tile(r) < RT; };
+  auto is_in_cta = [&](int r) { return HAS_SUMS && (!INTERLEAVED || warp_tile(r) < RT); };
   float2* scale = (float2*)(shared + SCALE_AT);  // mean and 1 / deviation of each row of x; X8: its scale
 
   if (CLUSTER > 1) {

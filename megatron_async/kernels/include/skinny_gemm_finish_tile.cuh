@@ -3,8 +3,8 @@
 #pragma unroll
       for (int r = 0; r < WARP_TILES; r++)
 #pragma unroll
-        for (int mt = 0; mt < MT && is_in_cta(r); mt++) {
+        for (int i = 0; i < WARP_GROUPS && is_in_cta(r); i++) {
           float v[4];
-          take(r, mt, v);
-          finish(tile * TILES + warp_tile(r), mt, 0, v, kept[0] BY_ROW(0));
+          take(r, i, v);
+          finish(tile * TILES + warp_tile(r), GROUP(i), 0, v, kept[0] BY_ROW(0));
         }

@@ -8,7 +8,7 @@
     for (int i = 0; i < PER_WARP && EPILOGUE == 1; i++) {
       int f = rank * OWN + i * WARPS + warp, mt = f / TILES, rt = f % TILES;
       if (WK * CLUSTER == 1) {
-        mt = i / WARP_TILES, rt = warp_tile(i % WARP_TILES);
+        mt = GROUP(i / WARP_TILES), rt = warp_tile(i % WARP_TILES);
         if (!is_in_cta(i % WARP_TILES)) continue;
       } else if (i * WARPS + warp >= OWN || rank >= OWNERS) {
         break;

@@ -15,10 +15,10 @@
 #pragma unroll
     for (int r = 0; r < WARP_TILES; r++)
 #pragma unroll
-      for (int mt = 0; mt < MT && is_in_cta(r); mt++) {
+      for (int i = 0; i < WARP_GROUPS && is_in_cta(r); i++) {
         float v[4];
-        take(r, mt, v);
-        block[(rank * FRAGMENTS + warp_tile(r) * MT + mt) * 32] =
+        take(r, i, v);
+        block[(rank * FRAGMENTS + warp_tile(r) * MT + GROUP(i)) * 32] =
             make_float4(v[0], v[1], v[2], v[3]);
       }
     __shared__ u32 before;
@@ -35,49 +35,49 @@
     if (LATE_RESIDUAL) load_residual();
 #endif
 #pragma unroll
-    for (int mt = 0; mt < MT; mt++)
+    for (int i = 0; i < WARP_GROUPS; i++)
 #pragma unroll
       for (int r = 0; r < WARP_TILES; r++) {
         if (!is_in_cta(r)) continue;
         float v[4];
-        take(r, mt, v);
+        take(r, i, v);
 #if WORKSPACE && SPLIT_K > 1
         float4 part[SPLIT_K], sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
         for (int c = 0; c < SPLIT_K; c++)
           part[c] = c == rank ? make_float4(v[0], v[1], v[2], v[3])
-                              : load_l2(block + (c * FRAGMENTS + warp_tile(r) * MT + mt) * 32);
+                              : load_l2(block + (c * FRAGMENTS + warp_tile(r) * MT + GROUP(i)) * 32);
 #pragma unroll
         for (int c = 0; c < SPLIT_K; c++)
           sum.x += part[c].x, sum.y += part[c].y, sum.z += part[c].z, sum.w += part[c].w;
         v[0] = sum.x, v[1] = sum.y, v[2] = sum.z, v[3] = sum.w;
 #endif
 #if SUMS
-        send_sums(tile * TILES + warp_tile(r), mt, v, sent[mt * WARP_TILES + r] BY_ROW(r));
+        send_sums(tile * TILES + warp_tile(r), GROUP(i), v, sent[i * WARP_TILES + r] BY_ROW(r));
 #else
-        finish(tile * TILES + warp_tile(r), mt, mt * TILES + warp_tile(r), v,
-               kept[EPILOGUE == 1 ? mt * WARP_TILES + r : 0] BY_ROW(r));
+        finish(tile * TILES + warp_tile(r), GROUP(i), GROUP(i) * TILES + warp_tile(r), v,
+               kept[EPILOGUE == 1 ? i * WARP_TILES + r : 0] BY_ROW(r));
 #endif
       }
   } else {
     // Fragment f of this warp's slice of K: to the CTA that owns it, or into this warp's own ring.
-    if (CLUSTER > 1)
+    if (CLUSTER > 1 && MULTICAST == 1)
       await_cluster();
-    else
+    else if (CLUSTER == 1)
       await_copies<0>();
 #pragma unroll
     for (int r = 0; r < WARP_TILES; r++)
 #pragma unroll
-      for (int mt = 0; mt < MT && is_in_cta(r); mt++) {
+      for (int i = 0; i < WARP_GROUPS && is_in_cta(r); i++) {
         float v[4];
-        take(r, mt, v);
+        take(r, i, v);
         const float4 part = make_float4(v[0], v[1], v[2], v[3]);
         if (CLUSTER > 1) {
-          const int f = mt * TILES + warp_tile(r), owner = f / OWN;
-          send(peer_address(base + SENT_AT + part_at(f % OWN, rank, wk), owner), part,
-               peer_address(base + ALL_SENT_AT, owner));
+          const int f = GROUP(i) * TILES + warp_tile(r), owner = f / OWN;
+          send(peer_address(base + SENT_AT + part_at(f % OWN, rank, wk), FIRST_PEER + owner), part,
+               peer_address(base + ALL_SENT_AT, FIRST_PEER + owner));
         } else {
-          store_shared(ring + (r * MT + mt) * 512 + lane * 16, bits(part));
+          store_shared(ring + (r * MT + i) * 512 + lane * 16, bits(part));
         }
       }
     if (CLUSTER == 1) __syncthreads();
