@@ -254,8 +254,8 @@ def source_text(source: str) -> str:
     """C++ that means what the kernel's source means, with an entry point ``run``."""
     rest = (cuda.SOURCES / "include" / "arithmetic.cuh").read_text() + cuda.own_text(source)
     assert rest.count("asm") == 0, "inline assembly belongs into intrinsics.cuh"
-    rest, words = _STATIC.subn(r"u32& \1 = *emulator::place->word;", rest)
-    assert words <= 1, "a block has one word"
+    assert len(set(_STATIC.findall(rest))) <= 1, "a block has one word"
+    rest = _STATIC.sub(r"u32& \1 = *emulator::place->word;", rest)
     text = _intrinsics() + _SHARED.sub("", rest)
     cluster = _CLUSTER.get(source, "CLUSTER")
     return (

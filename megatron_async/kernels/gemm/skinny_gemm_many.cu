@@ -24,7 +24,8 @@
 #define TILES RT
 #define WARP_TILES RT
 #define INTERLEAVED 0
-#define LATE_RESIDUAL 1
+#define GATHERED 1        // partial sums in the workspace are added up here
+#define EARLY_RESIDUAL (CLUSTER > 1 || BLOCKS * RT <= 8)  // there are registers for it
 #define X_STAGE (MT * 8 * 128)
 #define X_PART (X_STAGE / MULTICAST)
 #define STAGE_BYTES (WEIGHT_BYTES + X_STAGE)
@@ -120,10 +121,29 @@ extern "C" __global__ void __cluster_dims__(CLUSTER * MULTICAST, 1, 1) __launch_
   if (leads)
     for (int s = 0; s < ST && s < total; s++) load_x(s % count, s);
 #include "skinny_gemm_input.cuh"
-  if (CLUSTER > 1) load_residual();
+  if (EARLY_RESIDUAL) load_residual();
+  // 1 / deviation of the rows of x that a warp has sums of: one lane has a row, or two.
+  auto load_deviations = [&]() {
+    constexpr int lanes = 4 / WARP_GROUPS, at_once = 16;
+    const int own = lane / lanes, row = GROUP(own / 8) * 8 + own % 8;
+    const float2* from = stats_in + (size_t)min(row, M - 1) * stats_tiles;
+    float square = 0.f;
+    for (int i = lane % lanes; i < stats_tiles; i += at_once * lanes) {
+      float2 v[at_once];  // each is a trip to L2
+#pragma unroll
+      for (int j = 0; j < at_once; j++) v[j] = load_l2(from + min(i + j * lanes, stats_tiles - 1));
+#pragma unroll
+      for (int j = 0; j < at_once; j++) square += i + j * lanes < stats_tiles ? v[j].y : 0.f;
+    }
+    if (lanes == 2) square += __shfl_xor_sync(~0u, square, 1);
+    if (lane % lanes == 0) scale[row] = make_float2(0.f, rsqrtf(square / K + eps));
+  };
   if (NORM == 1) {
-    load_statistics();
-    __syncthreads();
+    if (HAS_SUMS) load_deviations();
+    if (CLUSTER > 1)  // what a warp finishes may have any rows
+      __syncthreads();
+    else
+      __syncwarp();
   }
 
   // --- the main loop ---------------------------------------------------------------------------
@@ -148,7 +168,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER * MULTICAST, 1, 1) __launch_
   if (!HAS_SUMS) {
     if (leads)
       for (int i = ST; i < total; i++) {
-        await_sent(freed + stage * 8, passed);
+        await_bytes(freed + stage * 8, passed);
         load_weights(stage);
         load_x(ahead_k, stage);
         go_on();
@@ -165,38 +185,73 @@ extern "C" __global__ void __cluster_dims__(CLUSTER * MULTICAST, 1, 1) __launch_
         arrive_at(MULTICAST == 1 ? freed + which * 8
                                  : peer_address(freed + which * 8, CLUSTER > 1 ? m * SPLIT_K + rank : m));
     };
-    int k_done = 0;
-    for (int i = 0; i < total; i++) {
-      await_bytes(arrived + stage * 8, passed);
-      __syncwarp();
-      begin_wgmma();
+    for (int i = 0; i < total; tile += tiles_at_once) {
+      for (int k_done = 0; k_done < count; k_done++, i++) {
+        await_bytes(arrived + stage * 8, passed);
+        __syncwarp();
+        begin_wgmma();
 #pragma unroll
-      for (int k = 0; k < 4; k++)
+        for (int k = 0; k < 4; k++)
 #pragma unroll
-        for (int b = 0; b < BLOCKS; b++)
-          wgmma<TILES * 16>(sums[b], own_x + stage * STAGE_BYTES + b * 8192 + k * 32,
-                            base + stage * STAGE_BYTES + k * 32);
-      end_wgmma();
+          for (int b = 0; b < BLOCKS; b++)
+            wgmma<TILES * 16>(sums[b], own_x + stage * STAGE_BYTES + b * 8192 + k * 32,
+                              base + stage * STAGE_BYTES + k * 32);
+        end_wgmma();
 #pragma unroll
-      for (int b = 0; b < BLOCKS; b++) await_wgmma<TILES * 16, 1>(sums[b]);
-      if (k_done) free_stage(i - 1, stage ? stage - 1 : ST - 1);
-      const int own = stage;
-      if (++stage == ST) stage = 0, passed ^= 1;
-      if (++k_done == count) {
+        for (int b = 0; b < BLOCKS; b++) await_wgmma<TILES * 16, 1>(sums[b]);
+        if (k_done) free_stage(i - 1, stage ? stage - 1 : ST - 1);
+        if (++stage == ST) stage = 0, passed ^= 1;
+      }
 #pragma unroll
-        for (int b = 0; b < BLOCKS; b++) await_wgmma<TILES * 16>(sums[b]);
-        free_stage(i, own);
-        if (PERSISTENT) {
+      for (int b = 0; b < BLOCKS; b++) await_wgmma<TILES * 16>(sums[b]);
+      free_stage(i - 1, stage ? stage - 1 : ST - 1);
+      if (PERSISTENT) {
 #include "skinny_gemm_finish_tile.cuh"
-          clear();
-          k_done = 0;
-          tile += tiles_at_once;
-        }
+        clear();
+      } else {
+        break;
       }
     }
   }
   if (PERSISTENT) return;
 
-  if (WK * CLUSTER == 1 && SPLIT_K == 1) load_residual();
+  if (!EARLY_RESIDUAL) load_residual();
+#if WORKSPACE
+  float4* parts = workspace + (size_t)tile * SPLIT_K * FRAGMENTS * 32 + lane;
+  auto part_of = [&](int c, int r, int i) { return parts + (c * FRAGMENTS + r * MT + GROUP(i)) * 32; };
+  if (HAS_SUMS)
+#pragma unroll
+    for (int i = 0; i < WARP_GROUPS; i++)
+#pragma unroll
+      for (int r = 0; r < TILES; r++) {
+        float v[4];
+        take(r, i, v);
+        *part_of(rank, r, i) = make_float4(v[0], v[1], v[2], v[3]);
+      }
+  __shared__ u32 before;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    before = add_one_in_order(arrivals + tile);
+    if (before == SPLIT_K - 1) arrivals[tile] = 0;  // for the next launch
+  }
+  __syncthreads();
+  if (before != SPLIT_K - 1) return;
+  // All are loaded before anything is stored.
+  if (HAS_SUMS)
+#pragma unroll
+    for (int i = 0; i < WARP_GROUPS; i++)
+#pragma unroll
+      for (int r = 0; r < TILES; r++) {
+        float v[4], sum[4] = {0.f, 0.f, 0.f, 0.f};
+        take(r, i, v);
+#pragma unroll
+        for (int c = 0; c < SPLIT_K; c++) {
+          const float4 part = c == rank ? make_float4(v[0], v[1], v[2], v[3]) : load_l2(part_of(c, r, i));
+          sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) sums[i / 2][r * 8 + j / 2 * 4 + i % 2 * 2 + j % 2] = sum[j];
+      }
+#endif
 #include "skinny_gemm_reduce.cuh"
 }

@@ -134,9 +134,10 @@ __device__ __forceinline__ void init_barrier(u32 barrier) {
 __device__ __forceinline__ void init_barrier(u32 barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// In any block of the cluster.
+// In any block of the cluster. Nothing was written before that others read: an order in the whole cluster
+// would take a microsecond.
 __device__ __forceinline__ void arrive_at(u32 barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 // The same TMA tile for all blocks of the cluster that `mask` has a bit of: each is written, and its barrier
 // told, at these addresses in its own shared memory.

@@ -81,6 +81,7 @@
 #define WARP_GROUPS MT
 #define GROUP(i) (i)
 #define HAS_SUMS true
+#define GATHERED 0
 #endif
 #ifndef MULTICAST
 #define MULTICAST 1

@@ -10,7 +10,7 @@
     return ((own * CLUSTER + c) * WK + k) * 512 + lane * 16;
   };
   if (WK * CLUSTER == 1) {
-#if WORKSPACE && SPLIT_K > 1
+#if WORKSPACE && SPLIT_K > 1 && !GATHERED
     float4* block = workspace + (size_t)tile * SPLIT_K * FRAGMENTS * 32 + lane;
 #pragma unroll
     for (int r = 0; r < WARP_TILES; r++)
@@ -41,7 +41,7 @@
         if (!is_in_cta(r)) continue;
         float v[4];
         take(r, i, v);
-#if WORKSPACE && SPLIT_K > 1
+#if WORKSPACE && SPLIT_K > 1 && !GATHERED
         float4 part[SPLIT_K], sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
         for (int c = 0; c < SPLIT_K; c++)
