@@ -63,7 +63,8 @@ _SHARED = re.compile(r"extern __shared__ __align__\([^)]+\) char shared\[\];")
 _STATIC = re.compile(r"__shared__ u32 (\w+);")
 """A word of a block. A kernel has one at most."""
 _CLUSTER = {
-    "skinny_gemm_many": "CLUSTER * MULTICAST", "embed": "1", "embed_share": "1", "sample": "C", "moe_row": "1", "moe_widened": "1",
+    "skinny_gemm_many": "CLUSTER * MULTICAST", "embed": "1", "embed_share": "1", "sample": "C",
+    "moe_row": "1", "moe_widened": "1",
     "peer_sum": "1", "peer_best": "1", "peer_rows": "1", "mailbox": "1",
 }  # fmt: skip
 """CTAs of a cluster, where that is not ``CLUSTER``."""

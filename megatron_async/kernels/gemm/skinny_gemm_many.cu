@@ -4,8 +4,9 @@
 // many bytes as the weight, or more: CTAs next to each other, which have other rows of W, share them.
 // Each loads a part, which goes to all of them.
 //
-// One warp more brings the stages in. A stage's bytes report to a barrier, and so do the warpgroups of all
-// CTAs that share x when they have read it.
+// Of four warps more one brings the stages in. A stage's bytes report to a barrier, and so do the
+// warpgroups of all CTAs that share x when they have read it. The other three add up the statistics of x,
+// 64 KB of some, which nobody needs before the end.
 //
 //   RT   16-row tiles of W in a CTA, MT groups of eight rows of x, ST stages of the ring
 //   MULTICAST   CTAs that share tiles of x
@@ -14,7 +15,7 @@
 //                  tiles of a CTA's part of its rows
 
 #define CONSUMERS (MT >= 16 ? 2 : 1)  // warpgroups
-#define WARPS (4 * CONSUMERS + 1)
+#define WARPS (4 * CONSUMERS + 4)
 #define BLOCKS (MT / 8 / CONSUMERS)  // of 64 rows of x, in a warpgroup
 #define WARP_GROUPS (2 * BLOCKS)
 #define GROUP(i) ((warp / 4 * BLOCKS + (i) / 2) * 8 + warp % 4 * 2 + (i) % 2)
@@ -32,7 +33,10 @@
 #define RING_BYTES (ST * STAGE_BYTES)
 #define ARRIVED_AT RING_BYTES            // the stages' barriers: their bytes are there
 #define FREED_AT (ARRIVED_AT + ST * 8)   // and have been read
-#define MAINLOOP_BYTES (FREED_AT + ST * 8)
+#define NORMED_AT (FREED_AT + ST * 8)    // the barrier of the statistics
+#define MAINLOOP_BYTES (NORMED_AT + 8)
+#define SENT_AT 0                        // the ring, when all CTAs have read theirs
+#define ADDERS 3                         // warps
 
 extern __shared__ __align__(1024) char shared[];
 
@@ -42,6 +46,7 @@ static_assert(NORM != 2 && RT <= 16, "x goes into the product as it is");
 static_assert(MT % 8 == 0 && MT <= 32 && MT / 8 != 3, "blocks of 64 rows");
 static_assert(BLOCKS * RT <= 16, "sums of a thread");
 static_assert(MULTICAST * CLUSTER <= 8, "a cluster");
+static_assert(SENT_BYTES <= RING_BYTES, "room for partial sums");
 static_assert(!SCALES_ROWS && !SENDS && !SUMS && !ROUNDED, "not yet");
 
 extern "C" __global__ void __cluster_dims__(CLUSTER * MULTICAST, 1, 1) __launch_bounds__(THREADS)
@@ -66,7 +71,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER * MULTICAST, 1, 1) __launch_
   const int count = K_STAGES * (rank + 1) / SPLIT_K - first_stage;
   const int total = count * my_tiles;
   const u32 base = shared_address(shared);
-  const u32 ring = base, arrived = base + ARRIVED_AT, freed = base + FREED_AT;
+  const u32 ring = base, arrived = base + ARRIVED_AT, freed = base + FREED_AT, normed = base + NORMED_AT;
   const bool leads = threadIdx.x == 128 * CONSUMERS;
   if (leads) {
     prefetch_tensor_map(w_map), prefetch_tensor_map(x_map);
@@ -74,6 +79,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER * MULTICAST, 1, 1) __launch_
       init_barrier(arrived + s * 8);
       init_barrier(freed + s * 8, MULTICAST * CONSUMERS);
     }
+    init_barrier(normed, ADDERS);
     publish_barriers();
   }
   __syncwarp();
@@ -113,7 +119,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER * MULTICAST, 1, 1) __launch_
   __syncthreads();  // the barriers are there
 #include "skinny_gemm_prefetch.cuh"
 
-  if (MULTICAST > 1) await_cluster();
+  if (MULTICAST * CLUSTER > 1) await_cluster();
   wait_for_predecessor();
   release_successor();
 
@@ -122,29 +128,29 @@ extern "C" __global__ void __cluster_dims__(CLUSTER * MULTICAST, 1, 1) __launch_
     for (int s = 0; s < ST && s < total; s++) load_x(s % count, s);
 #include "skinny_gemm_input.cuh"
   if (EARLY_RESIDUAL) load_residual();
-  // 1 / deviation of the rows of x that a warp has sums of: one lane has a row, or two.
-  auto load_deviations = [&]() {
-    constexpr int lanes = 4 / WARP_GROUPS, at_once = 16;
-    const int own = lane / lanes, row = GROUP(own / 8) * 8 + own % 8;
-    const float2* from = stats_in + (size_t)min(row, M - 1) * stats_tiles;
-    float square = 0.f;
-    for (int i = lane % lanes; i < stats_tiles; i += at_once * lanes) {
-      float2 v[at_once];  // each is a trip to L2
+  // 1 / deviation of every third row of x.
+  auto load_deviations = [&](int begin) {
+    constexpr int at_once = 8;
+    for (int first = begin; first < MT * 8; first += ADDERS * at_once) {
+      float square[at_once];
 #pragma unroll
-      for (int j = 0; j < at_once; j++) v[j] = load_l2(from + min(i + j * lanes, stats_tiles - 1));
+      for (int j = 0; j < at_once; j++) square[j] = 0.f;
+#pragma unroll 2
+      for (int i = lane; i < stats_tiles; i += 32)
 #pragma unroll
-      for (int j = 0; j < at_once; j++) square += i + j * lanes < stats_tiles ? v[j].y : 0.f;
+        for (int j = 0; j < at_once; j++)
+          square[j] += load_l2(stats_in + (size_t)min(first + j * ADDERS, M - 1) * stats_tiles + i).y;
+#pragma unroll
+      for (int j = 0; j < at_once; j++) {
+        const int row = first + j * ADDERS;
+#pragma unroll
+        for (int d = 16; d; d >>= 1) square[j] += __shfl_xor_sync(~0u, square[j], d);
+        if (lane == 0 && row < MT * 8) scale[row] = make_float2(0.f, rsqrtf(square[j] / K + eps));
+      }
     }
-    if (lanes == 2) square += __shfl_xor_sync(~0u, square, 1);
-    if (lane % lanes == 0) scale[row] = make_float2(0.f, rsqrtf(square / K + eps));
+    __syncwarp();
+    if (lane == 0) arrive_at(normed);
   };
-  if (NORM == 1) {
-    if (HAS_SUMS) load_deviations();
-    if (CLUSTER > 1)  // what a warp finishes may have any rows
-      __syncthreads();
-    else
-      __syncwarp();
-  }
 
   // --- the main loop ---------------------------------------------------------------------------
   // Row g of eight of x, and row g + 8; 2t and 2t + 1 of eight rows of W.
@@ -174,6 +180,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER * MULTICAST, 1, 1) __launch_
         go_on();
         if (++stage == ST) stage = 0, passed ^= 1;
       }
+    if (NORM == 1 && warp > 4 * CONSUMERS) load_deviations(warp - 4 * CONSUMERS - 1);
     __syncwarp();
   } else {
     const u32 own_x = base + WEIGHT_BYTES + warp / 4 * BLOCKS * 8192;
@@ -206,6 +213,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER * MULTICAST, 1, 1) __launch_
       for (int b = 0; b < BLOCKS; b++) await_wgmma<TILES * 16>(sums[b]);
       free_stage(i - 1, stage ? stage - 1 : ST - 1);
       if (PERSISTENT) {
+        if (NORM == 1) await_bytes(normed, 0);
+        __syncwarp();
 #include "skinny_gemm_finish_tile.cuh"
         clear();
       } else {
@@ -215,6 +224,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER * MULTICAST, 1, 1) __launch_
   }
   if (PERSISTENT) return;
 
+  if (NORM == 1) {
+    await_bytes(normed, 0);
+    __syncwarp();
+  }
+  if (CLUSTER > 1) {
+    arrive_in_cluster();
+    await_cluster();
+  }
   if (!EARLY_RESIDUAL) load_residual();
 #if WORKSPACE
   float4* parts = workspace + (size_t)tile * SPLIT_K * FRAGMENTS * 32 + lane;

@@ -18,8 +18,8 @@ from collections.abc import Iterable, Iterator
 from megatron_async.kernels.gemm.tile_config import (
     ADD,
     ANY_SHAPE_ROWS,
+    FEW_ROWS,
     HEURISTIC,
-    MAX_ROWS,
     SHARED_BYTES,
     Entry,
     GemmProblem,
@@ -32,7 +32,7 @@ from megatron_async.kernels.gemm.untuned.ranking import ranked
 
 FALLBACK_ROWS = {
     1: (1, 32), 2: (1, 8, 32), 4: (4, 8, 1, 32), 8: (8, 1, 32), 16: (16, 32, 1), 32: (32, 1),
-    48: (48, 64), 64: (64,),
+    48: (48, 64), 64: (64,), 128: (128,),
 }  # fmt: skip
 """Whose measurements a number of rows goes by, in order."""
 
@@ -50,8 +50,8 @@ def find(
 
     The measured one of this shape at these rows, or at rows near by, that can be built and needs no
     TMA where there is none; for e4m3 weights with a scale for some columns, also one for weights
-    with a scale for each row. Else the heuristic's, with bfloat16 weights for up to
-    :data:`ANY_SHAPE_ROWS` rows.
+    with a scale for each row. Else the heuristic's, with bfloat16 weights not for rows
+    between :data:`ANY_SHAPE_ROWS` and :data:`FEW_ROWS`.
     """
     rows, n, k, norm, epilogue, scale_columns, e4m3_inputs = problem
     assert norm is not None and epilogue is not None
@@ -63,11 +63,12 @@ def find(
             continue
         if entry.config.can_serve(problem, limit):
             return entry
-    if rows > MAX_ROWS or (rows > ANY_SHAPE_ROWS and not scale_columns):
+    if ANY_SHAPE_ROWS < rows <= FEW_ROWS and not scale_columns:
         return None
-    if e4m3_inputs or (not scale_columns and n * k >= RANKED_WEIGHTS):
+    many = rows > FEW_ROWS
+    if e4m3_inputs or many or (not scale_columns and n * k >= RANKED_WEIGHTS):
         found = ranked(problem, tma=tma, sm_count=sm_count, limit=limit)
-        if found or e4m3_inputs:
+        if found or e4m3_inputs or many:
             return Entry(problem, found[0], HEURISTIC) if found else None
     config = heuristic_config(
         n, k, rows, norm, epilogue, tma, sm_count=sm_count, limit=limit, scale_columns=scale_columns
@@ -367,6 +368,8 @@ def short_list(
 ) -> list[TileConfig]:
     """The configs of :func:`balanced` and of other numbers of rows; for many rows, and with inputs
     in e4m3, all with TMA."""
+    if problem.rows > FEW_ROWS:
+        return list(ranked(problem, tma=tma, sm_count=sm_count, limit=limit))[: 2 * count]
     if problem.e4m3_inputs and not any(
         config.can_serve(problem, limit) for config in tma_configs(problem.n, sm_count)
     ):  # the weight does not fill the GPU
@@ -384,6 +387,7 @@ def neighbours(config: TileConfig) -> Iterator[TileConfig]:
     yield from (config._replace(row_tiles=r) for r in range(1, 17 if config.tma else 5))
     yield from (config._replace(split_k=s) for s in (1, 2, 3, 4, 6, 8))
     yield from (config._replace(warps_k=w) for w in (1, 2, 4, 8, 16))
+    yield from (config._replace(multicast=m) for m in (1, 2, 4) if config.multicast)
     yield config._replace(stream_x=not config.stream_x)
     yield config._replace(workspace=not config.workspace)
     tiles = config.row_tiles * config.warps_n

@@ -27,9 +27,12 @@ STORE, ADD, SILU_GATE, GELU_TANH, GELU, SQUARED_RELU = range(6)
 NORMS = ("none", "rms_norm", "layer_norm")
 NO_NORM, RMS_NORM, LAYER_NORM = range(3)
 
-MAX_ROWS = 64
+FEW_ROWS = 64
+"""More rows go to ``skinny_gemm_many.cu``, which takes bfloat16 weights alone."""
+MAX_ROWS = 128
 ANY_SHAPE_ROWS = 32
-"""With bfloat16 weights more rows go to the wgmma kernel alone, of shapes that were measured."""
+"""With bfloat16 weights more rows, up to :data:`FEW_ROWS`, go to the wgmma kernel alone, of shapes
+that were measured."""
 SHARED_BYTES = HOPPER_BYTES
 """Shared memory of a CTA at most, and of all CTAs of an SM together, where no other limit is
 given."""
@@ -68,8 +71,8 @@ class GemmProblem(NamedTuple):
 class TileConfig(NamedTuple):
     """How a skinny GEMM is computed.
 
-    With ``tma`` by ``skinny_gemm_wgmma.cu``, whose four warps take all tiles together; else by
-    ``skinny_gemm_mma.cu``.
+    With ``multicast`` by ``skinny_gemm_many.cu``; else with ``tma`` by ``skinny_gemm_wgmma.cu``,
+    whose four warps take all tiles together; else by ``skinny_gemm_mma.cu``.
 
     Args:
         row_tiles: 16-row tiles of W in a warp.
@@ -80,8 +83,7 @@ class TileConfig(NamedTuple):
         persistent: CTAs stay and go on to further rows of W.
         workspace: split-K partial sums go through global memory, not through a cluster.
         tma: TMA tiles and wgmma (Hopper only), not per-thread ``cp.async`` and mma.
-        multicast: with ``tma``, CTAs next to each other that share tiles of x in
-            ``skinny_gemm_many.cu``; 0 for the other kernels.
+        multicast: CTAs next to each other that share tiles of x; 0 for the kernels of few rows.
     """
 
     row_tiles: int
@@ -136,6 +138,9 @@ class TileConfig(NamedTuple):
         stage_k = stage_columns(scale_columns)
         in_cluster = self.split_k > 1 and not self.workspace
         sent = self.owned(rows) * self.split_k * self.warps_k * 512 if in_cluster else 0
+        if self.multicast:
+            ring = self.stages * (2048 * self.row_tiles + 128 * rows)
+            return max(ring, sent) + 64 * (row_groups(rows) + self.owned(rows)) + 1024
         if self.tma:
             stage = 2048 * self.row_tiles + row_groups(rows) * (8 if e4m3 else 16) * stage_k
             return self.stages * stage + 16384 + sent
@@ -164,6 +169,9 @@ class TileConfig(NamedTuple):
     ) -> bool:
         """Whether the kernel can be built so for a GPU whose CTAs have ``limit`` bytes of shared
         memory; with None, for some norm or epilogue."""
+        if self.multicast or rows > FEW_ROWS:
+            takes = self._takes_many(n, k, rows, norm, epilogue, scale_columns)
+            return takes and self.shared_bytes(k, rows) <= limit
         split = self.warps_k * self.split_k > 1
         stages, warps = stage_count(k, scale_columns), self.warps_n * self.warps_k
         # With e4m3 weights the mma kernel takes more rows, while the registers of few warps do.
@@ -179,13 +187,38 @@ class TileConfig(NamedTuple):
             and not (e4m3_inputs and (not self.tma or scale_columns != k or norm))
             and (not scale_columns or takes_scales(k, scale_columns))
             and not (self.tma and not self.stream_x)
-            and bool(self.tma or rows <= (MAX_ROWS if many else ANY_SHAPE_ROWS))
+            and bool(self.tma or rows <= (FEW_ROWS if many else ANY_SHAPE_ROWS))
             and not (self.tma and self.warps_n > 1)
             and not (self.workspace and (self.warps_k > 1 or self.split_k == 1))
             and not (self.persistent and (split or epilogue == ADD))
             # Statistics and pairs of gate and up do not stop at the end of the weight.
             and (epilogue not in (ADD, SILU_GATE) or n % self.weight_rows == 0)
             and self.shared_bytes(k, rows, scale_columns, e4m3_inputs) <= limit
+        )
+
+    def _takes_many(
+        self, n: int, k: int, rows: int, norm: int | None, epilogue: int | None, scale_columns: int
+    ) -> bool:
+        """Whether ``skinny_gemm_many.cu`` can be built so, wherever it has room."""
+        blocks = max(1, rows // 128)  # of 64 rows, in a warpgroup
+        cluster = self.multicast if self.workspace else self.multicast * self.split_k
+        whole = n % self.weight_rows == 0 and n // self.weight_rows % max(1, self.multicast) == 0
+        return (
+            self.multicast > 0
+            and self.tma
+            and self.stream_x
+            and self.warps_n == self.warps_k == 1
+            and rows % 64 == 0
+            and 8 * row_groups(rows) % (8 * self.multicast) == 0
+            and blocks * self.row_tiles <= 16
+            and cluster <= MAX_CLUSTER
+            and k % STAGE_K == 0
+            and stage_count(k, 0) >= self.split_k
+            and norm != LAYER_NORM
+            and not scale_columns
+            and not (self.workspace and self.split_k == 1)
+            and not (self.persistent and (self.split_k > 1 or epilogue == ADD))
+            and (epilogue not in (ADD, SILU_GATE) or whole)
         )
 
     def can_serve(self, problem: GemmProblem, limit: int = SHARED_BYTES) -> bool:
@@ -234,7 +267,8 @@ class Entry(NamedTuple):
                 values[name] = names.index(values[name])
         own = {name: values.pop(name) for name in GemmProblem._fields if name in values}
         problem, config = GemmProblem(**own), TileConfig(**values)
-        numbers, flags = (*problem[:3], *config[:5]), (*config[5:9], problem.e4m3_inputs)
+        numbers = *problem[:3], *config[:5], config.multicast + 1
+        flags = *config[5:9], problem.e4m3_inputs
         if any(type(value) is not int or not 0 < value < 2**31 for value in numbers):
             raise ValueError(f"{config} of {problem}: positive integers are expected")
         if type(problem.scale_columns) is not int:

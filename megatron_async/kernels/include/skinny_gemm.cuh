@@ -113,9 +113,12 @@
 
 #define SCALE_AT MAINLOOP_BYTES         // mean and 1 / deviation of each row of x; X8: its scale
 #define STATS_AT (SCALE_AT + MT * 8 * 8)
-#define SENT_AT ((STATS_AT + (EPILOGUE == 1 ? OWN * 64 : 0) + 15) / 16 * 16)
+#define BEHIND_STATS ((STATS_AT + (EPILOGUE == 1 ? OWN * 64 : 0) + 15) / 16 * 16)
+#ifndef SENT_AT
+#define SENT_AT BEHIND_STATS
+#endif
 #define SENT_BYTES (CLUSTER > 1 ? OWN * CLUSTER * WK * 512 : 0)  // partial sums of own fragments
-#define ALL_SENT_AT (SENT_AT + SENT_BYTES)  // their barrier
+#define ALL_SENT_AT (BEHIND_STATS + (SENT_AT == 0 ? 0 : SENT_BYTES))  // their barrier
 #define SHARED_BYTES (ALL_SENT_AT + (CLUSTER > 1 ? 8 : 0))
 
 static_assert(K % 64 == 0 && K_STAGES >= SPLIT_K * WK, "shape");

@@ -61,7 +61,7 @@
       }
   } else {
     // Fragment f of this warp's slice of K: to the CTA that owns it, or into this warp's own ring.
-    if (CLUSTER > 1 && MULTICAST == 1)
+    if (CLUSTER > 1 && SENT_AT > 0)
       await_cluster();
     else if (CLUSTER == 1)
       await_copies<0>();

@@ -22,6 +22,7 @@ from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.gemm.tile_choice import find
 from megatron_async.kernels.gemm.tile_config import (
     ANY_SHAPE_ROWS,
+    FEW_ROWS,
     MAX_ROWS,
     MEASURED,
     TUNED,
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 CANDIDATES = 8
 """Configs of a GEMM that are timed, beside the one that it would take."""
-ROWS = (1, 32, 8, 16, 64, 4, 2, 48)
+ROWS = (1, 32, 8, 16, 64, 128, 4, 2, 48)
 """Padded rows of a step, those first whose times matter most."""
 
 
@@ -68,7 +69,7 @@ def open_problems(gemms: Mapping[str, Gemm], rows: Iterable[int]) -> Iterator[Op
         for gemm in gemms.values():
             problem = gemm.case(size)
             # More rows of bfloat16 run in modules where nobody measured: that may be as fast.
-            too_many = size > ANY_SHAPE_ROWS and not gemm.scale_columns
+            too_many = ANY_SHAPE_ROWS < size <= FEW_ROWS and not gemm.scale_columns
             if too_many or problem in seen or is_measured(gemm, problem):
                 continue
             seen.add(problem)
@@ -206,6 +207,12 @@ def _share(
                 used[row] = torch.tensor([int(value) for value in config])
     shared = ranks.sum_experts_(used.to(device)).tolist()
     return {
-        problem: TileConfig(*numbers[:5], *map(bool, numbers[5:])) if any(numbers) else None
+        problem: _config_of(numbers) if any(numbers) else None
         for (_, problem), numbers in zip(cases, shared, strict=True)
     }
+
+
+def _config_of(numbers: Sequence[int]) -> TileConfig:
+    """A config from its fields."""
+    kinds = (type(value) for value in TileConfig(1, 1, 1, 1, 1))
+    return TileConfig(*(kind(number) for kind, number in zip(kinds, numbers, strict=True)))

@@ -22,7 +22,7 @@ from megatron_async.kernels.compile import KernelTooLargeError
 from megatron_async.kernels.gemm.invariant.segments import segment_size
 from megatron_async.kernels.gemm.skinny_gemm import SkinnyGemm, defines
 from megatron_async.kernels.gemm.tile_config import (
-    MAX_ROWS,
+    FEW_ROWS,
     NO_NORM,
     SILU_GATE,
     STAGE_K,
@@ -141,7 +141,7 @@ def _configured(
 ) -> Iterator[tuple[Product, int, TileConfig]]:
     if not _runs(device):
         return
-    sizes = sorted({padded_rows(count) for count in rows if 0 < count <= MAX_ROWS})
+    sizes = sorted({padded_rows(count) for count in rows if 0 < count <= FEW_ROWS})
     for product in dict.fromkeys(products):
         for size in sizes:
             config = tile_config(
@@ -194,7 +194,7 @@ def _run(
 
 def _kernel_for(x: Tensor, weight: Tensor, segments: int, *, gated: bool) -> SkinnyGemm | None:
     rows, device = x.shape[0], _with_index(x.device)
-    if device not in _same or not 0 < rows <= MAX_ROWS:
+    if device not in _same or not 0 < rows <= FEW_ROWS:
         return None
     if x.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16:
         return None

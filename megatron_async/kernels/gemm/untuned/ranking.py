@@ -17,6 +17,7 @@ from typing import NamedTuple
 from megatron_async.kernels.gemm.skinny_gemm import ALONE_BYTES, alone_ctas
 from megatron_async.kernels.gemm.tile_config import (
     ADD,
+    FEW_ROWS,
     NO_NORM,
     SHARED_BYTES,
     SILU_GATE,
@@ -26,6 +27,7 @@ from megatron_async.kernels.gemm.tile_config import (
     stage_columns,
     stage_count,
 )
+from megatron_async.kernels.gemm.untuned import many
 
 _SPLITS = (1, 2, 3, 4, 6, 8)
 _WARPS = tuple(
@@ -243,6 +245,8 @@ def ranked(
     problem: GemmProblem, *, tma: bool, sm_count: int, limit: int = SHARED_BYTES
 ) -> tuple[TileConfig, ...]:
     """Configs that can be built, by their estimated time."""
+    if problem.rows > FEW_ROWS:
+        return tuple(many.ranked(problem, sm_count, limit) if tma else ())
     shapes = itertools.chain(
         _tma_shapes(problem, sm_count) if tma else (), _shapes(problem, sm_count)
     )

@@ -15,6 +15,7 @@ from megatron_async.kernels.gemm.tile_choice import choose
 from megatron_async.kernels.gemm.tile_config import (
     ADD,
     ANY_SHAPE_ROWS,
+    FEW_ROWS,
     LAYER_NORM,
     NO_NORM,
     RMS_NORM,
@@ -224,7 +225,7 @@ def missing(gemms: Mapping[str, Gemm], rows: int) -> str | None:
     for name, gemm in gemms.items():
         if gemm.tiling(rows) is None:
             reason = f"no tile config for {name} ({gemm.n} x {gemm.k})"
-            if rows > ANY_SHAPE_ROWS and not gemm.scale_columns:
+            if ANY_SHAPE_ROWS < rows <= FEW_ROWS and not gemm.scale_columns:
                 reason += " was measured, see 'megatron-async tune'"
             return reason
     return None

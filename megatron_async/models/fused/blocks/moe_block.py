@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_async.kernels import trial
 from megatron_async.kernels.gemm.tile_config import LAYER_NORM, SCALE_COLUMNS, padded
 from megatron_async.kernels.moe.shape import Live, MoeShape, MoeWeights, ScaleColumns
+from megatron_async.kernels.moe.tiles import MAX_ROWS
 from megatron_async.models.fused.ahead import Refused
 from megatron_async.models.fused.blocks.gemms import Work
 from megatron_async.models.fused.blocks.kernel_parameters import norm_of, scale_of
@@ -214,6 +215,8 @@ class MoeBlock:
     def why_not(self, rows: int, context: Any) -> str | None:
         """Why it does not run for padded ``rows``; None if it does. All ranks say the same, also
         those without shared experts."""
+        if rows > MAX_ROWS:
+            return f"more than {MAX_ROWS} rows of experts"
         return None if self._shared is None else self._shared.why_not(rows)
 
     def has_another_way(self, refused: Refused) -> bool:
@@ -306,13 +309,15 @@ class MoeBlock:
     def statistic_rows(self, rows: int) -> int | None:
         """Elements that one partial statistic at the end of the block covers, if its kernels emit
         any."""
-        if self._sums is not None:
+        if self._sums is not None or rows > MAX_ROWS:
             return None
         emits = self._kernels if self._shared is None else self._shared
         return emits.statistic_rows(rows)
 
     def work(self, rows: int, context: Any, reader: Norm | None) -> Iterator[Work]:
         """What is compiled ahead; Triton compiles at the first call."""
+        if rows > MAX_ROWS:
+            return
         gate = _shares_among(self._mlp) and self._mlp.shared_experts.gate_weight is not None
         sums = self._summing(rows, context)
         yield from self._kernels.work(rows, gate=gate, one_launch=context.grids_may_wait, sums=sums)

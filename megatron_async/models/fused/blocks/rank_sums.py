@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.kernels.gemm.skinny_gemm import Sending
-from megatron_async.kernels.gemm.tile_config import RMS_NORM, padded
+from megatron_async.kernels.gemm.tile_config import FEW_ROWS, RMS_NORM, padded
 from megatron_async.models.fused.blocks.gemms import Work
 from megatron_async.models.fused.blocks.residual import AllReduce, Norm, Residual
 
@@ -67,7 +67,7 @@ class RankSums:
     def sending(self, rows: int) -> Sending | None:
         """Where the GEMM in front sends padded ``rows``; None where it stores them in
         :meth:`partial`."""
-        return None if rows < LEAST_SENT_ROWS else self._words(rows, sums=False)
+        return None if not LEAST_SENT_ROWS <= rows <= FEW_ROWS else self._words(rows, sums=False)
 
     def summing(self, rows: int, context: Any) -> Sending | None:
         """Over whose memory the kernel in front sums padded ``rows`` itself; None where it does
