@@ -30,7 +30,7 @@
 #define X_STAGE (MT * 8 * 128)
 #define X_PART (X_STAGE / MULTICAST)
 #define STAGE_BYTES (WEIGHT_BYTES + X_STAGE)
-#define RING_BYTES (ST * STAGE_BYTES)
+#define RING_BYTES (ST * STAGE_BYTES > SENT_BYTES ? ST * STAGE_BYTES : SENT_BYTES)
 #define ARRIVED_AT RING_BYTES            // the stages' barriers: their bytes are there
 #define FREED_AT (ARRIVED_AT + ST * 8)   // and have been read
 #define NORMED_AT (FREED_AT + ST * 8)    // the barrier of the statistics
@@ -46,7 +46,6 @@ static_assert(NORM != 2 && RT <= 16, "x goes into the product as it is");
 static_assert(MT % 8 == 0 && MT <= 32 && MT / 8 != 3, "blocks of 64 rows");
 static_assert(BLOCKS * RT <= 16, "sums of a thread");
 static_assert(MULTICAST * CLUSTER <= 8, "a cluster");
-static_assert(SENT_BYTES <= RING_BYTES, "room for partial sums");
 static_assert(!SCALES_ROWS && !SENDS && !SUMS && !ROUNDED, "not yet");
 
 extern "C" __global__ void __cluster_dims__(CLUSTER * MULTICAST, 1, 1) __launch_bounds__(THREADS)
@@ -130,22 +129,32 @@ extern "C" __global__ void __cluster_dims__(CLUSTER * MULTICAST, 1, 1) __launch_
   if (EARLY_RESIDUAL) load_residual();
   // 1 / deviation of every third row of x.
   auto load_deviations = [&](int begin) {
-    constexpr int at_once = 8;
+    constexpr int at_once = 12, deep = 2;  // loads of a lane: each is a trip to L2
     for (int first = begin; first < MT * 8; first += ADDERS * at_once) {
       float square[at_once];
 #pragma unroll
       for (int j = 0; j < at_once; j++) square[j] = 0.f;
-#pragma unroll 2
-      for (int i = lane; i < stats_tiles; i += 32)
+      for (int i = lane; i < stats_tiles; i += 32 * deep) {
+        float2 v[at_once][deep];
 #pragma unroll
         for (int j = 0; j < at_once; j++)
-          square[j] += load_l2(stats_in + (size_t)min(first + j * ADDERS, M - 1) * stats_tiles + i).y;
+#pragma unroll
+          for (int k = 0; k < deep; k++)
+            v[j][k] = load_l2(stats_in + (size_t)min(first + j * ADDERS, M - 1) * stats_tiles +
+                              min(i + 32 * k, stats_tiles - 1));
+#pragma unroll
+        for (int j = 0; j < at_once; j++)
+#pragma unroll
+          for (int k = 0; k < deep; k++) square[j] += i + 32 * k < stats_tiles ? v[j][k].y : 0.f;
+      }
+#pragma unroll
+      for (int d = 16; d; d >>= 1)
+#pragma unroll
+        for (int j = 0; j < at_once; j++) square[j] += __shfl_xor_sync(~0u, square[j], d);
 #pragma unroll
       for (int j = 0; j < at_once; j++) {
         const int row = first + j * ADDERS;
-#pragma unroll
-        for (int d = 16; d; d >>= 1) square[j] += __shfl_xor_sync(~0u, square[j], d);
-        if (lane == 0 && row < MT * 8) scale[row] = make_float2(0.f, rsqrtf(square[j] / K + eps));
+        if (lane == j && row < MT * 8) scale[row] = make_float2(0.f, rsqrtf(square[j] / K + eps));
       }
     }
     __syncwarp();

@@ -19,14 +19,18 @@ from megatron_async.kernels.gemm.tile_config import (
     stage_count,
 )
 
-MEMORY, SM = 4.3e6, 65e3
+MEMORY, SM = 4.3e6, 83e3
 """Bytes a microsecond, of memory and into an SM."""
 PRODUCTS = 0.0182
 """Microseconds of a stage, for 64 rows of x and 16 of the weight."""
 BEGIN, NORM = 1.8, 0.5
 """Microseconds of a launch, and of its norm."""
-END, IN_CLUSTER, BY_WORKSPACE = 1.2, 1.5, 4.0
-"""Microseconds of the end of a tile, and of sums over a split K."""
+END = 1.6
+"""Microseconds of the end of a tile."""
+IN_CLUSTER, CLUSTER_SUMS = 0.5, 14e3
+"""Split K in a cluster: microseconds, and bytes a microsecond of a CTA's sums."""
+WORKSPACE, WORKSPACE_SUMS = 3.0, 6.4e3
+"""Split K by a workspace: the same."""
 REACHED = {3: 114, 4: 112, 5: 105, 6: 108, 7: 105, 8: 104}
 """SMs among 132, by the CTAs of a cluster of more than two."""
 LEAST_BUSY = 0.6
@@ -76,7 +80,8 @@ def estimated_us(problem: GemmProblem, config: TileConfig, sm_count: int) -> flo
     us = BEGIN + waves * (END + stage * stage_count(problem.k, 0) / config.split_k)
     us += 0.0 if problem.norm == NO_NORM else NORM
     if config.split_k > 1:
-        us += BY_WORKSPACE if config.workspace else IN_CLUSTER
+        once, rate = (WORKSPACE, WORKSPACE_SUMS) if config.workspace else (IN_CLUSTER, CLUSTER_SUMS)
+        us += once + 32 * row_groups(problem.rows) * config.weight_rows / rate
     return us
 
 
