@@ -214,5 +214,5 @@ def _share(
 
 def _config_of(numbers: Sequence[int]) -> TileConfig:
     """A config from its fields."""
-    kinds = (type(value) for value in TileConfig(1, 1, 1, 1, 1))
-    return TileConfig(*(kind(number) for kind, number in zip(kinds, numbers, strict=True)))
+    config = TileConfig(*numbers[:5], *map(bool, numbers[5:9]))
+    return config._replace(multicast=numbers[9])

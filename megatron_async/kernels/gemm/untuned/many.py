@@ -21,8 +21,13 @@ from megatron_async.kernels.gemm.tile_config import (
 
 MEMORY, SM = 4.3e6, 83e3
 """Bytes a microsecond, of memory and into an SM."""
+L2 = 100e6
+"""Bytes a microsecond of x from the L2 cache. It is power that they cost: a step of 128 rows of
+Llama-8B runs into the limit of an H200."""
 PRODUCTS = 0.0182
 """Microseconds of a stage, for 64 rows of x and 16 of the weight."""
+E4M3_PRODUCTS = 0.03
+"""The same in e4m3, with the addition of its sums."""
 BEGIN, NORM = 1.8, 0.5
 """Microseconds of a launch, and of its norm."""
 END = 1.6
@@ -39,10 +44,10 @@ LEAST_BUSY = 0.6
 
 def configs(problem: GemmProblem, sm_count: int, limit: int) -> Iterator[TileConfig]:
     """Those of one wave of CTAs, or of CTAs that persist, with as many stages as have room."""
-    if problem.scale_columns:
+    if problem.scale_columns and not problem.e4m3_inputs:
         return
     for row_tiles, split_k, multicast, workspace in itertools.product(
-        range(1, 17), (1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 4), (False, True)
+        range(1, 17), (1, 2, 3, 4, 5, 6, 7, 8), (1, 2), (False, True)
     ):
         shape = TileConfig(
             row_tiles, 1, 1, split_k, 2, stream_x=True, workspace=workspace, tma=True,
@@ -53,7 +58,7 @@ def configs(problem: GemmProblem, sm_count: int, limit: int) -> Iterator[TileCon
         persistent = ctas > cluster_sms(sm_count, cluster)
         if persistent and (split_k > 1 or problem.epilogue == ADD):
             continue
-        for stages in range(min(12, stage_count(problem.k, 0) // split_k), 2, -1):
+        for stages in range(min(12, _stages(problem) // split_k), 1, -1):
             config = shape._replace(stages=stages, persistent=persistent)
             if config.can_serve(problem, limit - 1024):
                 yield config
@@ -72,17 +77,23 @@ def estimated_us(problem: GemmProblem, config: TileConfig, sm_count: int) -> flo
     waves = -(-ctas // running)
     weight = 128 * config.weight_rows
     x = 1024 * row_groups(problem.rows)
+    products = E4M3_PRODUCTS if problem.e4m3_inputs else PRODUCTS
     stage = max(
         weight * running / MEMORY,
         (weight + x) / SM,
-        PRODUCTS * config.row_tiles * row_groups(problem.rows) / 8,
+        products * config.row_tiles * row_groups(problem.rows) / 8,
     )
-    us = BEGIN + waves * (END + stage * stage_count(problem.k, 0) / config.split_k)
+    us = BEGIN + waves * (END + stage * _stages(problem) / config.split_k)
+    us += _stages(problem) * ctas * x / config.split_k / config.multicast / L2
     us += 0.0 if problem.norm == NO_NORM else NORM
     if config.split_k > 1:
         once, rate = (WORKSPACE, WORKSPACE_SUMS) if config.workspace else (IN_CLUSTER, CLUSTER_SUMS)
         us += once + 32 * row_groups(problem.rows) * config.weight_rows / rate
     return us
+
+
+def _stages(problem: GemmProblem) -> int:
+    return stage_count(problem.k, problem.scale_columns)
 
 
 def ranked(problem: GemmProblem, sm_count: int, limit: int) -> list[TileConfig]:

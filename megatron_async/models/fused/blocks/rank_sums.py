@@ -2,8 +2,9 @@
 
 Where the ranks reach each other's memory, and rows are few, the kernel that computes partial sums
 adds them up, if its CTAs may wait for those of other ranks (``device/waiting_grids.py``), or one
-behind it does (``kernels/ranks/peer_sum.py``); else an all-reduce, and the kernel that adds its sum
-to the stream.
+behind it does (``kernels/ranks/peer_sum.py``). Of more rows one adds them up, and norms the stream
+(``kernels/ranks/peer_rows.py``). Else it is an all-reduce, and the kernel that adds its sum to the
+stream.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from megatron_async.models.fused.blocks.gemms import Work
 from megatron_async.models.fused.blocks.residual import AllReduce, Norm, Residual
 
 if TYPE_CHECKING:
+    from megatron_async.kernels.ranks.peer_rows import PeerRows
     from megatron_async.kernels.ranks.peer_sum import PeerSum, PeerWords
 
 LEAST_SENT_ROWS = 16
@@ -48,6 +50,11 @@ class RankSums:
     ) -> None:
         self._all_reduce = all_reduce
         self._kernel: PeerSum | None = None
+        self._of_rows: PeerRows | None = None
+        if words is not None and words.of_rows is not None:
+            from megatron_async.kernels.ranks.peer_rows import PeerRows
+
+            self._of_rows = PeerRows(words.of_rows, hidden_size, device)
         if words is not None:
             from megatron_async.kernels.ranks.peer_sum import PeerSum
 
@@ -99,6 +106,14 @@ class RankSums:
         """``residual += sum of all ranks' partial + bias``; the statistics for the reader.
         ``partial`` is None where it was sent."""
         rows = padded(residual.hidden.shape[0])
+        many = self._norming(rows, reader)
+        if many is not None:
+            assert partial is not None and reader is not None
+            workspace, count = residual.workspace, residual.hidden.shape[0]
+            many.add_norm_(
+                partial, residual.hidden, reader.weight, reader.eps, bias, residual.input_of(reader)
+            )
+            return workspace.ones(reader.eps)[:count]
         if self._kernel is None or self.why_not(rows) is not None:
             assert partial is not None
             self._all_reduce(partial)
@@ -112,8 +127,19 @@ class RankSums:
         )  # fmt: skip
         return statistics
 
+    def _norming(self, rows: int, reader: Norm | None) -> PeerRows | None:
+        """The kernel that adds up padded ``rows`` and computes the reader's norm; None where others
+        do."""
+        kernel = self._of_rows
+        if kernel is None or rows <= FEW_ROWS or kernel.why_not(rows) is not None:
+            return None
+        return kernel if kernel.norms and reader is not None and reader.kind == RMS_NORM else None
+
     def work(self, rows: int, reader: Norm | None, *, sent: bool = False) -> Iterator[Work]:
         """What is compiled for padded ``rows``."""
-        if self._kernel is not None and self.why_not(rows) is None:
+        many = self._norming(rows, reader)
+        if many is not None:
+            yield many.work(rows, norm=True)
+        elif self._kernel is not None and self.why_not(rows) is None:
             kind = 0 if reader is None else 1 if reader.kind == RMS_NORM else 2
             yield self._kernel.work(rows, kind, sent=sent)
