@@ -212,7 +212,7 @@ def _share(
     }
 
 
-def _config_of(numbers: Sequence[int]) -> TileConfig:
+def _config_of(numbers: Sequence[Any]) -> TileConfig:
     """A config from its fields."""
     config = TileConfig(*numbers[:5], *map(bool, numbers[5:9]))
     return config._replace(multicast=numbers[9])
