@@ -39,11 +39,11 @@ WORKSPACE, WORKSPACE_SUMS = 3.0, 6.4e3
 REACHED = {3: 114, 4: 112, 5: 105, 6: 108, 7: 105, 8: 104}
 """SMs among 132, by the CTAs of a cluster of more than two."""
 LEAST_BUSY = 0.6
-"""CTAs at least, as a share of the SMs, where a weight has so many tiles."""
+"""CTAs at least, as a share of the SMs, where a weight has enough tiles."""
 
 
 def configs(problem: GemmProblem, sm_count: int, limit: int) -> Iterator[TileConfig]:
-    """Those of one wave of CTAs, or of CTAs that persist, with as many stages as have room."""
+    """Configs of one wave of CTAs, or of CTAs that persist, with as many stages as have room."""
     if problem.scale_columns and not problem.e4m3_inputs:
         return
     for row_tiles, split_k, multicast, workspace in itertools.product(

@@ -27,7 +27,6 @@ from megatron_async.kernels.gemm.tile_config import (
     stage_columns,
     stage_count,
 )
-from megatron_async.kernels.gemm.untuned import many
 
 _SPLITS = (1, 2, 3, 4, 6, 8)
 _WARPS = tuple(
@@ -246,6 +245,8 @@ def ranked(
 ) -> tuple[TileConfig, ...]:
     """Configs that can be built, by their estimated time."""
     if problem.rows > FEW_ROWS:
+        from megatron_async.kernels.gemm.untuned import many
+
         return tuple(many.ranked(problem, sm_count, limit) if tma else ())
     shapes = itertools.chain(
         _tma_shapes(problem, sm_count) if tma else (), _shapes(problem, sm_count)
