@@ -47,7 +47,8 @@ extern __shared__ __align__(1024) char shared[];
 static_assert(NORM != 2 && RT <= 16, "x goes into the product as it is");
 static_assert(MT % 8 == 0 && MT <= 32 && MT / 8 != 3, "blocks of 64 rows");
 static_assert(BLOCKS * RT <= (X8 ? 8 : 16), "sums of a thread");
-static_assert(MULTICAST * CLUSTER <= 8, "a cluster");
+static_assert(MULTICAST * CLUSTER <= 8 && MT % MULTICAST == 0, "a cluster");
+static_assert(ST >= 2, "a stage is free when the next one has arrived");
 static_assert(SCALES_ROWS == X8 && !SENDS && !SUMS && !ROUNDED, "not yet");
 
 extern "C" __global__ void __cluster_dims__(CLUSTER * MULTICAST, 1, 1) __launch_bounds__(THREADS)

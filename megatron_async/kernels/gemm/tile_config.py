@@ -216,8 +216,9 @@ class TileConfig(NamedTuple):
             and self.tma
             and self.stream_x
             and self.warps_n == self.warps_k == 1
-            and rows % 64 == 0
-            and 8 * row_groups(rows) % (8 * self.multicast) == 0
+            and rows in (64, 128, 256)
+            and self.stages >= 2  # the one in front is multiplied while the next one arrives
+            and row_groups(rows) % self.multicast == 0
             and blocks * self.row_tiles <= (8 if e4m3_inputs else 16)
             and cluster <= MAX_CLUSTER
             and k % STAGE_K == 0
