@@ -16,6 +16,7 @@ from megatron_async.errors import ConfigError
 from megatron_async.kernels.gemm.tile_config import (
     ADD,
     ANY_SHAPE_ROWS,
+    FEW_ROWS,
     MAX_ROWS,
     STORE,
     TUNED,
@@ -102,12 +103,12 @@ def run(args: argparse.Namespace) -> int:
             "by itself, with the --tensor-model-parallel-size of the ranks"
         )
     keeps = not (args.dry_run or args.exhaustive)
-    most = MAX_ROWS if args.quantization else ANY_SHAPE_ROWS
+    most = FEW_ROWS if args.quantization else ANY_SHAPE_ROWS
     if args.quantize_activations and not args.quantization:
         raise ConfigError("--quantize-activations is for --quantization fp8; add it")
-    if max(args.batch_sizes) > most and keeps:
-        limits = f"between 1 and {most}; more only with --dry-run"
-        raise ConfigError(f"--batch-sizes must be {limits}")
+    if max(args.batch_sizes) > most and (keeps or args.quantization):
+        more = "for e4m3 weights" if args.quantization else "more only with --dry-run"
+        raise ConfigError(f"--batch-sizes must be between 1 and {most}; {more}")
     if not set(args.gemms) <= set(_PRODUCTS):
         raise ConfigError(f"--gemms must be some of {','.join(_PRODUCTS)}")
     device = resolve_device(args.device)

@@ -34,6 +34,7 @@ from megatron_async.kernels.gemm.tile_config import (
     load_tuned,
     save_tuned,
 )
+from megatron_async.kernels.gemm.untuned.ranking import ranked
 from megatron_async.models.build import build_random_model
 from megatron_async.models.description.shapes import SHAPES
 from megatron_async.models.fused import coverage, timed_step, where
@@ -174,6 +175,8 @@ def test_the_short_list_begins_with_what_is_known() -> None:
     assert found[len(known) :] == tile_choice.balanced(problem, 24, **HOPPER)
     wide = PRODUCT.case(64)
     assert tile_choice.short_list(wide, 24, **HOPPER) == tile_choice.deepest(wide, **HOPPER)
+    many = PRODUCT.case(128)
+    assert tile_choice.short_list(many, 24, **HOPPER) == list(ranked(many, **HOPPER))[:48]
 
 
 def test_many_rows_begin_with_tma_configs_that_can_be_built(compiled: list[int]) -> None:
@@ -208,9 +211,21 @@ def test_neighbours_reach_every_field() -> None:
     found = list(neighbours(config))
     by_tma = TileConfig(8, 1, 1, 4, 4, stream_x=True, persistent=True, tma=True)
     assert by_tma in found and config._replace(row_tiles=1, warps_n=8) in neighbours(by_tma)
-    # That a config is persistent follows from the number of CTAs.
-    for field in set(TileConfig._fields) - {"persistent"}:
+    # That a config is persistent follows from the number of CTAs, and the kernel of many rows from
+    # that of rows.
+    for field in set(TileConfig._fields) - {"persistent", "multicast"}:
         assert len({getattr(each, field) for each in found}) > 1, field
+    assert {each.multicast for each in found} == {0}
+
+
+def test_neighbours_of_many_rows_reach_what_its_kernel_has() -> None:
+    problem = GemmProblem(128, 6144, 4096, RMS_NORM, STORE)
+    config = TileConfig(6, 1, 1, 2, 5, stream_x=True, tma=True, multicast=2)
+    assert config.can_serve(problem)
+    found = [each for each in neighbours(config) if each.can_serve(problem)]
+    for field in ("row_tiles", "split_k", "stages", "workspace", "multicast"):
+        assert len({getattr(each, field) for each in found}) > 1, field
+    assert {each.kernel for each in found} == {"skinny_gemm_many"}
 
 
 def test_which_experts_are_chosen_does_not_change_a_timed_step() -> None:
@@ -408,6 +423,9 @@ def test_nothing_is_kept_where_nothing_is_faster(
     assert load_tuned("A GPU") == {}
 
 
+OF_E4M3 = ("--quantization", "fp8", "--batch-sizes")
+
+
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
     ("options", "says"),
@@ -415,7 +433,10 @@ def test_nothing_is_kept_where_nothing_is_faster(
         (["--model", "tiny", "--context", "4096"], "--context 4096"),
         (["--model", "/nowhere"], "/nowhere"),
         (["--model", "tiny", "--batch-sizes", "33"], "between 1 and 32"),
-        (["--model", "tiny", "--batch-sizes", "65"], "between 1 and 64"),
+        (["--model", "tiny", "--batch-sizes", "65"], "between 1 and 32; more only with --dry-run"),
+        (["--model", "tiny", "--batch-sizes", "129"], "between 1 and 128"),
+        (["--model", "tiny", *OF_E4M3, "65"], "between 1 and 64; for e4m3 weights"),
+        (["--model", "tiny", *OF_E4M3, "128", "--dry-run"], "between 1 and 64; for e4m3 weights"),
         (["--model", "tiny", "--gemms", "fc3"], "--gemms"),
         ([], "--model"),
     ],
