@@ -16,10 +16,10 @@ from megatron_async.kernels.gemm.tile_choice import choose, deepest, find, short
 from megatron_async.kernels.gemm.tile_config import (
     ADD,
     E4M3_STAGE_K,
+    FEW_ROWS,
     GELU_TANH,
     HEURISTIC,
     LAYER_NORM,
-    MAX_ROWS,
     NO_NORM,
     RMS_NORM,
     SILU_GATE,
@@ -269,7 +269,7 @@ def test_what_cannot_be_built_does_not_fit(values: Any, norm: int, columns: int)
     assert _wgmma(4).fits(64, 512, 32, NO_NORM, STORE, scale_columns=512, e4m3_inputs=True)
 
 
-@pytest.mark.parametrize("rows", [32, 48, MAX_ROWS])
+@pytest.mark.parametrize("rows", [32, 48, FEW_ROWS])
 def test_shapes_of_models_have_a_config(rows: int) -> None:
     shapes = [shape[:4] for shape in GEMMS.values() if shape[1] % E4M3_STAGE_K == 0]
     small = [(192, 256, RMS_NORM, STORE), (128, 128, NO_NORM, ADD), (512, 256, NO_NORM, SILU_GATE)]
@@ -281,7 +281,7 @@ def test_shapes_of_models_have_a_config(rows: int) -> None:
         assert choose(n, k, rows, NO_NORM, epilogue, False, **given, e4m3_inputs=True) is None
 
 
-@pytest.mark.parametrize("rows", [32, MAX_ROWS])
+@pytest.mark.parametrize("rows", [32, FEW_ROWS])
 def test_configs_of_large_weights_read_more_of_them_than_of_inputs(rows: int) -> None:
     """Each CTA reads all rows of x, so tiles are not flat, and nearly all SMs have one or two."""
     for n, k, epilogue in ((6144, 4096, STORE), (4096, 14336, ADD), (28672, 4096, SILU_GATE)):

@@ -65,14 +65,15 @@ UNKNOWN_SHAPES = (
 )
 def test_choices_are_those_that_were_measured_with(rows: int, digest: str) -> None:
     """On 132 SMs, of all measured shapes and some others, with and without TMA. A change here is a
-    change of speed, and of how sums round: measure first."""
+    change of speed, and of how sums round: measure first. None is of the kernel of many rows."""
     known = sorted({(problem.n, problem.k) for problem in measured()})
     cases = [*itertools.product(known, (RMS_NORM,), range(5), (False, True))]
     cases += itertools.product(UNKNOWN_SHAPES, range(3), range(3), (False, True))
     lines = []
     for (n, k), norm, epilogue, tma in cases:
         config = choose(n, k, rows, norm, epilogue, tma, sm_count=SMS)
-        numbers = None if config is None else [int(value) for value in config]
+        assert config is None or config.multicast == 0
+        numbers = None if config is None else [int(value) for value in config[:9]]
         lines.append(f"{n} {k} {norm} {epilogue} {int(tma)} {numbers}")
     assert hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] == digest
 
@@ -324,7 +325,8 @@ def test_no_entry_stands_where_it_would_be_chosen_anyway(
 def test_more_rows_than_a_kernel_takes_have_no_config(
     scale_columns: int, e4m3_inputs: bool
 ) -> None:
-    for rows in (72, 128, 256):
+    """With bfloat16 alone 128 rows have one."""
+    for rows in (72, 192, 512, *((128, 256) if scale_columns or e4m3_inputs else ())):
         assert choose(
             6144, 4096, rows, 0, 0, sm_count=132, scale_columns=scale_columns,
             e4m3_inputs=e4m3_inputs,
