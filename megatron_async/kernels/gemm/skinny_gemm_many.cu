@@ -10,7 +10,6 @@
 //
 //   RT   16-row tiles of W in a CTA, MT groups of eight rows of x, ST stages of the ring
 //   MULTICAST   CTAs that share tiles of x
-//   X8   x and W are e4m3, with a scale for each row of either; a stage has 128 columns, as many bytes
 //   x, w, norm_weight, norm_bias   not read
 //   w_map, x_map   W in tiles of RT * 16 rows (gated: eight rows of gate and eight of up in turn), x in
 //                  tiles of a CTA's part of its rows
@@ -38,7 +37,6 @@
 #define MAINLOOP_BYTES (NORMED_AT + 8)
 #define SENT_AT 0                        // the ring, when all CTAs have read theirs
 #define ADDERS 3                         // warps
-#define SCALES_X (NORM == 1 || X8)       // sums are multiplied by scales of the rows of x
 
 extern __shared__ __align__(1024) char shared[];
 
@@ -46,10 +44,10 @@ extern __shared__ __align__(1024) char shared[];
 
 static_assert(NORM != 2 && RT <= 16, "x goes into the product as it is");
 static_assert(MT % 8 == 0 && MT <= 32 && MT / 8 != 3, "blocks of 64 rows");
-static_assert(BLOCKS * RT <= (X8 ? 8 : 16), "sums of a thread");
+static_assert(BLOCKS * RT <= 16, "sums of a thread");
 static_assert(MULTICAST * CLUSTER <= 8 && MT % MULTICAST == 0, "a cluster");
 static_assert(ST >= 2, "a stage is free when the next one has arrived");
-static_assert(SCALES_ROWS == X8 && !SENDS && !SUMS && !ROUNDED, "not yet");
+static_assert(!SCALES_ROWS && !SENDS && !SUMS && !ROUNDED, "not yet");
 
 extern "C" __global__ void __cluster_dims__(CLUSTER * MULTICAST, 1, 1) __launch_bounds__(THREADS)
     skinny_gemm_many(const u16* x, const char* w, const u16* bias, const u16* norm_weight,
@@ -164,15 +162,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER * MULTICAST, 1, 1) __launch_
     if (lane == 0) arrive_at(normed);
   };
 
-#if X8
-  auto load_scales = [&](int begin) {
-    for (int m = begin * 32 + lane; m < MT * 8; m += 32 * ADDERS)
-      scale[m].y = __uint_as_float(load_l2((const u32*)input_scale + min(m, M - 1)));
-    __syncwarp();
-    if (lane == 0) arrive_at(normed);
-  };
-#endif
-
   // --- the main loop ---------------------------------------------------------------------------
   // Row g of eight of x, and row g + 8; 2t and 2t + 1 of eight rows of W.
   float sums[BLOCKS][TILES * 8];
@@ -187,9 +176,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER * MULTICAST, 1, 1) __launch_
     for (int j = 0; j < 4; j++) v[j] = sums[i / 2][r * 8 + j / 2 * 4 + i % 2 * 2 + j % 2];
   };
   clear();
-#if X8
-  float part[BLOCKS][TILES * 8];  // what 128 columns add up to in the tensor cores
-#endif
 
 #include "skinny_gemm_finish.cuh"
 
@@ -205,9 +191,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER * MULTICAST, 1, 1) __launch_
         if (++stage == ST) stage = 0, passed ^= 1;
       }
     if (NORM == 1 && warp > 4 * CONSUMERS) load_deviations(warp - 4 * CONSUMERS - 1);
-#if X8
-    if (warp > 4 * CONSUMERS) load_scales(warp - 4 * CONSUMERS - 1);
-#endif
     __syncwarp();
   } else {
     const u32 own_x = base + WEIGHT_BYTES + warp / 4 * BLOCKS * 8192;
@@ -224,23 +207,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER * MULTICAST, 1, 1) __launch_
         await_bytes(arrived + stage * 8, passed);
         __syncwarp();
         begin_wgmma();
-#if X8
-        // The tensor cores add products of e4m3 up in some 14 bits: a stage begins anew.
-#pragma unroll
-        for (int k = 0; k < 4; k++)
-#pragma unroll
-          for (int b = 0; b < BLOCKS; b++)
-            wgmma_e4m3<TILES * 16>(part[b], own_x + stage * STAGE_BYTES + b * 8192 + k * 32,
-                                   base + stage * STAGE_BYTES + k * 32, k > 0);
-        end_wgmma();
-#pragma unroll
-        for (int b = 0; b < BLOCKS; b++) await_wgmma<TILES * 16>(part[b]);
-        free_stage(i, stage);
-#pragma unroll
-        for (int b = 0; b < BLOCKS; b++)
-#pragma unroll
-          for (int j = 0; j < TILES * 8; j++) sums[b][j] += part[b][j];
-#else
 #pragma unroll
         for (int k = 0; k < 4; k++)
 #pragma unroll
@@ -251,16 +217,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER * MULTICAST, 1, 1) __launch_
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++) await_wgmma<TILES * 16, 1>(sums[b]);
         if (k_done) free_stage(i - 1, stage ? stage - 1 : ST - 1);
-#endif
         if (++stage == ST) stage = 0, passed ^= 1;
       }
-#if !X8
 #pragma unroll
       for (int b = 0; b < BLOCKS; b++) await_wgmma<TILES * 16>(sums[b]);
       free_stage(i - 1, stage ? stage - 1 : ST - 1);
-#endif
       if (PERSISTENT) {
-        if (SCALES_X) await_bytes(normed, 0);
+        if (NORM == 1) await_bytes(normed, 0);
         __syncwarp();
 #include "skinny_gemm_finish_tile.cuh"
         clear();
@@ -271,7 +234,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER * MULTICAST, 1, 1) __launch_
   }
   if (PERSISTENT) return;
 
-  if (SCALES_X) {
+  if (NORM == 1) {
     await_bytes(normed, 0);
     __syncwarp();
   }

@@ -28,8 +28,7 @@ NORMS = ("none", "rms_norm", "layer_norm")
 NO_NORM, RMS_NORM, LAYER_NORM = range(3)
 
 FEW_ROWS = 64
-"""More rows go to ``skinny_gemm_many.cu``, which takes weights in bfloat16, and in e4m3 with inputs
-in e4m3."""
+"""More rows go to ``skinny_gemm_many.cu``, which takes bfloat16 weights alone."""
 MAX_ROWS = 128
 ANY_SHAPE_ROWS = 32
 """With bfloat16 weights more rows, up to :data:`FEW_ROWS`, go to the wgmma kernel alone, of shapes
@@ -171,8 +170,8 @@ class TileConfig(NamedTuple):
         """Whether the kernel can be built so for a GPU whose CTAs have ``limit`` bytes of shared
         memory; with None, for some norm or epilogue."""
         if self.multicast or rows > FEW_ROWS:
-            takes = self._takes_many(n, k, rows, norm, epilogue, scale_columns, e4m3_inputs)
-            return takes and self.shared_bytes(k, rows) <= limit
+            takes = self._takes_many(n, k, rows, norm, epilogue, scale_columns)
+            return takes and not e4m3_inputs and self.shared_bytes(k, rows) <= limit
         split = self.warps_k * self.split_k > 1
         stages, warps = stage_count(k, scale_columns), self.warps_n * self.warps_k
         # With e4m3 weights the mma kernel takes more rows, while the registers of few warps do.
@@ -198,14 +197,7 @@ class TileConfig(NamedTuple):
         )
 
     def _takes_many(
-        self,
-        n: int,
-        k: int,
-        rows: int,
-        norm: int | None,
-        epilogue: int | None,
-        scale_columns: int,
-        e4m3_inputs: bool,
+        self, n: int, k: int, rows: int, norm: int | None, epilogue: int | None, scale_columns: int
     ) -> bool:
         """Whether ``skinny_gemm_many.cu`` can be built so, wherever it has room."""
         blocks = max(1, rows // 128)  # of 64 rows, in a warpgroup
@@ -219,13 +211,12 @@ class TileConfig(NamedTuple):
             and rows in (64, 128, 256)
             and self.stages >= 2  # the one in front is multiplied while the next one arrives
             and row_groups(rows) % self.multicast == 0
-            and blocks * self.row_tiles <= (8 if e4m3_inputs else 16)
+            and blocks * self.row_tiles <= 16
             and cluster <= MAX_CLUSTER
             and k % STAGE_K == 0
-            and stage_count(k, scale_columns) >= self.split_k
+            and stage_count(k, 0) >= self.split_k
             and norm != LAYER_NORM
-            and scale_columns == (k if e4m3_inputs else 0)
-            and not (e4m3_inputs and norm)
+            and not scale_columns
             and not (self.workspace and self.split_k == 1)
             and not (self.persistent and (self.split_k > 1 or epilogue == ADD))
             and (epilogue not in (ADD, SILU_GATE) or whole)

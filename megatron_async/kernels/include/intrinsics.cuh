@@ -483,32 +483,6 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[COLUMNS / 2], u32 a_at, u3
     WGMMA_E4M3(32, REGISTERS_16, 16, 17, 18, SUMS_16);
   } else if constexpr (COLUMNS == 48) {
     WGMMA_E4M3(48, REGISTERS_24, 24, 25, 26, SUMS_24);
-#if MULTICAST
-  } else if constexpr (COLUMNS == 80) {
-    WGMMA_E4M3(80, REGISTERS_40, 40, 41, 42, SUMS_40);
-  } else if constexpr (COLUMNS == 96) {
-    WGMMA_E4M3(96, REGISTERS_48, 48, 49, 50, SUMS_48);
-  } else if constexpr (COLUMNS == 112) {
-    WGMMA_E4M3(112, REGISTERS_56, 56, 57, 58, SUMS_56);
-  } else if constexpr (COLUMNS == 128) {
-    WGMMA_E4M3(128, REGISTERS_64, 64, 65, 66, SUMS_64);
-  } else if constexpr (COLUMNS == 144) {
-    WGMMA_E4M3(144, REGISTERS_72, 72, 73, 74, SUMS_72);
-  } else if constexpr (COLUMNS == 160) {
-    WGMMA_E4M3(160, REGISTERS_80, 80, 81, 82, SUMS_80);
-  } else if constexpr (COLUMNS == 176) {
-    WGMMA_E4M3(176, REGISTERS_88, 88, 89, 90, SUMS_88);
-  } else if constexpr (COLUMNS == 192) {
-    WGMMA_E4M3(192, REGISTERS_96, 96, 97, 98, SUMS_96);
-  } else if constexpr (COLUMNS == 208) {
-    WGMMA_E4M3(208, REGISTERS_104, 104, 105, 106, SUMS_104);
-  } else if constexpr (COLUMNS == 224) {
-    WGMMA_E4M3(224, REGISTERS_112, 112, 113, 114, SUMS_112);
-  } else if constexpr (COLUMNS == 240) {
-    WGMMA_E4M3(240, REGISTERS_120, 120, 121, 122, SUMS_120);
-  } else if constexpr (COLUMNS == 256) {
-    WGMMA_E4M3(256, REGISTERS_128, 128, 129, 130, SUMS_128);
-#endif
   } else {
     static_assert(COLUMNS == 64, "columns");
     WGMMA_E4M3(64, REGISTERS_32, 32, 33, 34, SUMS_32);

@@ -162,22 +162,6 @@ class PeerRows:
         )  # fmt: skip
         return hidden, normed
 
-    def add_norm_(
-        self,
-        partial: Tensor,
-        hidden: Tensor,
-        weight: Tensor,
-        eps: float,
-        bias: Tensor | None,
-        normed: Tensor,
-    ) -> None:
-        """:meth:`add_norm` with ``hidden`` as the residual, in its place, and its RMSNorm into
-        ``normed``."""
-        self._launch(
-            partial, hidden, norm=True, bias=bias, residual=hidden, weight=weight, eps=eps,
-            normed=normed,
-        )  # fmt: skip
-
     def _launch(
         self,
         partial: Tensor,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_async.kernels.attention import decode_attention
 from megatron_async.kernels.drafting.mtp_input import DraftInput, NormParameters
-from megatron_async.kernels.gemm.tile_config import MAX_ROWS, TileConfig, padded
+from megatron_async.kernels.gemm.tile_config import FEW_ROWS, TileConfig, padded
 from megatron_async.megatron_compat.specs import mtp_inner_layer
 from megatron_async.models.fused import coverage
 from megatron_async.models.fused.ahead import Refused, compile_ahead
@@ -180,7 +180,7 @@ class FusedMtp:
 
     def takes(self, layer: int, rows: int, width: int, context: Any) -> bool:
         """Whether :meth:`forward` may be called for ``width`` tokens in each of ``rows`` rows."""
-        if not 0 < rows * width <= MAX_ROWS or context.batch_invariant:
+        if not 0 < rows * width <= FEW_ROWS or context.batch_invariant:
             return False
         key = layer, rows, width, context.block_size_tokens
         if key not in self._chosen:
@@ -218,7 +218,7 @@ class FusedMtp:
         self, rows: Sequence[int], width: int, context: Any
     ) -> Iterator[tuple[tuple[Place, tuple[int, int]], Work]]:
         """Kernels, each with the place, and the rows and their tokens, that need it."""
-        for each, tokens in {(r, n) for r in rows for n in (width, 1) if r * n <= MAX_ROWS}:
+        for each, tokens in {(r, n) for r in rows for n in (width, 1) if r * n <= FEW_ROWS}:
             for number, places in enumerate(self._layers):
                 readers = [run.norm for run in self._choose(number, each, tokens, context)[1:]]
                 for place, reader in zip(places, [*readers, None], strict=True):
@@ -227,10 +227,10 @@ class FusedMtp:
 
     def covered(self, rows: Sequence[int], width: int, context: Any) -> tuple[Block, ...]:
         """Which blocks are fused when ``rows`` rows draft, over ``width`` tokens of each. Rows with
-        more than :data:`MAX_ROWS` tokens have none, and are left aside where there are others."""
-        sizes = sorted(each for each in set(rows) if 0 < each * width <= MAX_ROWS)
+        more than :data:`FEW_ROWS` tokens have none, and are left aside where there are others."""
+        sizes = sorted(each for each in set(rows) if 0 < each * width <= FEW_ROWS)
         if not sizes:
-            many = f"more than {MAX_ROWS} tokens"
+            many = f"more than {FEW_ROWS} tokens"
             return tuple(block._replace(reason=many) for block in self.blocks)
         every = {padded(each * width) for each in sizes}
         blocks: list[Block] = []

@@ -21,13 +21,13 @@ from megatron_async.kernels.gemm.tile_config import (
 
 MEMORY, SM = 4.3e6, 83e3
 """Bytes a microsecond, of memory and into an SM."""
+READING = 0.93
+"""SMs that it takes to read at the memory's rate, as a share of all."""
 L2 = 100e6
-"""Bytes a microsecond of x from the L2 cache. It is power that they cost: a step of 128 rows of
-Llama-8B runs into the limit of an H200."""
+"""Bytes a microsecond of x from the L2 cache. They cost power rather than time: a step of 128 rows
+of Llama-8B runs into the limit of an H200."""
 PRODUCTS = 0.0182
 """Microseconds of a stage, for 64 rows of x and 16 of the weight."""
-E4M3_PRODUCTS = 0.03
-"""The same in e4m3, with the addition of its sums."""
 BEGIN, NORM = 1.8, 0.5
 """Microseconds of a launch, and of its norm."""
 END = 1.6
@@ -44,7 +44,7 @@ LEAST_BUSY = 0.6
 
 def configs(problem: GemmProblem, sm_count: int, limit: int) -> Iterator[TileConfig]:
     """Configs of one wave of CTAs, or of CTAs that persist, with as many stages as have room."""
-    if problem.scale_columns and not problem.e4m3_inputs:
+    if problem.scale_columns:
         return
     for row_tiles, split_k, multicast, workspace in itertools.product(
         range(1, 17), (1, 2, 3, 4, 5, 6, 7, 8), (1, 2), (False, True)
@@ -58,7 +58,7 @@ def configs(problem: GemmProblem, sm_count: int, limit: int) -> Iterator[TileCon
         persistent = ctas > cluster_sms(sm_count, cluster)
         if persistent and (split_k > 1 or problem.epilogue == ADD):
             continue
-        for stages in range(min(12, _stages(problem) // split_k), 1, -1):
+        for stages in range(min(12, stage_count(problem.k, 0) // split_k), 2, -1):
             config = shape._replace(stages=stages, persistent=persistent)
             if config.can_serve(problem, limit - 1024):
                 yield config
@@ -77,23 +77,18 @@ def estimated_us(problem: GemmProblem, config: TileConfig, sm_count: int) -> flo
     waves = -(-ctas // running)
     weight = 128 * config.weight_rows
     x = 1024 * row_groups(problem.rows)
-    products = E4M3_PRODUCTS if problem.e4m3_inputs else PRODUCTS
     stage = max(
-        weight * running / MEMORY,
+        weight * running / MEMORY / min(1.0, running / (READING * sm_count)),
         (weight + x) / SM,
-        products * config.row_tiles * row_groups(problem.rows) / 8,
+        PRODUCTS * config.row_tiles * row_groups(problem.rows) / 8,
     )
-    us = BEGIN + waves * (END + stage * _stages(problem) / config.split_k)
-    us += _stages(problem) * ctas * x / config.split_k / config.multicast / L2
+    stages = stage_count(problem.k, 0) / config.split_k
+    us = BEGIN + waves * (END + stage * stages) + ctas * stages * x / config.multicast / L2
     us += 0.0 if problem.norm == NO_NORM else NORM
     if config.split_k > 1:
         once, rate = (WORKSPACE, WORKSPACE_SUMS) if config.workspace else (IN_CLUSTER, CLUSTER_SUMS)
         us += once + 32 * row_groups(problem.rows) * config.weight_rows / rate
     return us
-
-
-def _stages(problem: GemmProblem) -> int:
-    return stage_count(problem.k, problem.scale_columns)
 
 
 def ranked(problem: GemmProblem, sm_count: int, limit: int) -> list[TileConfig]:

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_async.kernels.gemm.skinny_gemm import Sending
-from megatron_async.kernels.gemm.tile_config import ADD, NO_NORM, STORE, padded
+from megatron_async.kernels.gemm.tile_config import ADD, FEW_ROWS, NO_NORM, STORE, padded
 from megatron_async.models.fused.blocks.gemms import Gemm, SkinnyGemms, Work
 from megatron_async.models.fused.blocks.kernel_parameters import scale_of
 from megatron_async.models.fused.blocks.rank_sums import RankSums
@@ -135,6 +135,12 @@ class RowParallel:
         partial = self._sums.partial(residual) if sends is None else None
         kernel(x, weight, partial, weight_scale=self._scale, input_scale=scale)
         return self._sums.add(partial, bias, residual, reader, self._where)
+
+    def why_not(self, rows: int) -> str | None:
+        """Why it does not run for padded ``rows``; None if nothing is known against it."""
+        if self._sums is not None and rows > FEW_ROWS:
+            return f"of more than {FEW_ROWS} rows modules add up over ranks"
+        return None
 
     def statistic_rows(self, rows: int) -> int | None:
         """Elements that one partial statistic of a step of ``rows`` rows covers, if the epilogue

@@ -47,7 +47,7 @@ class MlpBlock:
 
     def why_not(self, rows: int, context: Any) -> str | None:
         """Why it does not run for padded ``rows``; None if it does."""
-        return missing(self._gemms, rows)
+        return self._fc2.why_not(rows) or missing(self._gemms, rows)
 
     def __call__(self, step: Step, given: Tensor | None, reader: Norm | None) -> Tensor | None:
         """Add the layer's MLP to the residual stream, see :class:`~.attention_block.AttentionBlock`
@@ -65,6 +65,6 @@ class MlpBlock:
     def work(self, rows: int, context: Any, reader: Norm | None) -> Iterator[Work]:
         """What is compiled for ``rows`` tokens."""
         most = padded(rows)
-        if missing(self._gemms, most) is None:
+        if self.why_not(most, context) is None:
             yield from self._fc1.work(most)
             yield from self._fc2.work(most, reader, context)

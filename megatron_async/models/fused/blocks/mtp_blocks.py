@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.kernels.drafting.mtp_input import DraftInput, NormParameters, hidden_before
-from megatron_async.kernels.gemm.tile_config import ADD, MAX_ROWS, NO_NORM, STORE, padded
+from megatron_async.kernels.gemm.tile_config import ADD, FEW_ROWS, NO_NORM, STORE, padded
 from megatron_async.models.fused.blocks.gemms import Gemm, SkinnyGemms, Work, missing
 from megatron_async.models.fused.blocks.kernel_parameters import norm_of, output_weight, scale_of
 from megatron_async.models.fused.blocks.residual import LAYER, Norm, Step
@@ -69,7 +69,7 @@ class ProjectionBlock:
         )
         with torch.inference_mode(False):
             self._nothing = torch.zeros(
-                MAX_ROWS, self._gemm.n, dtype=torch.bfloat16, device=self._weight.device
+                FEW_ROWS, self._gemm.n, dtype=torch.bfloat16, device=self._weight.device
             )
 
     def why_not(self, rows: int, context: Any) -> str | None:
@@ -153,7 +153,7 @@ class DraftHeadBlock:
         self._kind = norm_of(self._norm).kind
         self._gemm = gemms.declare("head", self._weight, self._kind, STORE, number)
         with torch.inference_mode(False):
-            self._statistics = torch.empty(MAX_ROWS, 1, 2, device=self._weight.device)
+            self._statistics = torch.empty(FEW_ROWS, 1, 2, device=self._weight.device)
 
     @property
     def _weight(self) -> Tensor:

@@ -2,9 +2,8 @@
 
 Where the ranks reach each other's memory, and rows are few, the kernel that computes partial sums
 adds them up, if its CTAs may wait for those of other ranks (``device/waiting_grids.py``), or one
-behind it does (``kernels/ranks/peer_sum.py``). Of more rows one adds them up, and norms the stream
-(``kernels/ranks/peer_rows.py``). Else it is an all-reduce, and the kernel that adds its sum to the
-stream.
+behind it does (``kernels/ranks/peer_sum.py``); else an all-reduce, and the kernel that adds its sum
+to the stream.
 """
 
 from __future__ import annotations
@@ -16,12 +15,11 @@ import torch
 from torch import Tensor
 
 from megatron_async.kernels.gemm.skinny_gemm import Sending
-from megatron_async.kernels.gemm.tile_config import FEW_ROWS, RMS_NORM, padded
+from megatron_async.kernels.gemm.tile_config import RMS_NORM, padded
 from megatron_async.models.fused.blocks.gemms import Work
 from megatron_async.models.fused.blocks.residual import AllReduce, Norm, Residual
 
 if TYPE_CHECKING:
-    from megatron_async.kernels.ranks.peer_rows import PeerRows
     from megatron_async.kernels.ranks.peer_sum import PeerSum, PeerWords
 
 LEAST_SENT_ROWS = 16
@@ -50,11 +48,6 @@ class RankSums:
     ) -> None:
         self._all_reduce = all_reduce
         self._kernel: PeerSum | None = None
-        self._of_rows: PeerRows | None = None
-        if words is not None and words.of_rows is not None:
-            from megatron_async.kernels.ranks.peer_rows import PeerRows
-
-            self._of_rows = PeerRows(words.of_rows, hidden_size, device)
         if words is not None:
             from megatron_async.kernels.ranks.peer_sum import PeerSum
 
@@ -74,7 +67,7 @@ class RankSums:
     def sending(self, rows: int) -> Sending | None:
         """Where the GEMM in front sends padded ``rows``; None where it stores them in
         :meth:`partial`."""
-        return None if not LEAST_SENT_ROWS <= rows <= FEW_ROWS else self._words(rows, sums=False)
+        return None if rows < LEAST_SENT_ROWS else self._words(rows, sums=False)
 
     def summing(self, rows: int, context: Any) -> Sending | None:
         """Over whose memory the kernel in front sums padded ``rows`` itself; None where it does
@@ -106,14 +99,6 @@ class RankSums:
         """``residual += sum of all ranks' partial + bias``; the statistics for the reader.
         ``partial`` is None where it was sent."""
         rows = padded(residual.hidden.shape[0])
-        many = self._norming(rows, reader)
-        if many is not None:
-            assert partial is not None and reader is not None
-            workspace, count = residual.workspace, residual.hidden.shape[0]
-            many.add_norm_(
-                partial, residual.hidden, reader.weight, reader.eps, bias, residual.input_of(reader)
-            )
-            return workspace.ones(reader.eps)[:count]
         if self._kernel is None or self.why_not(rows) is not None:
             assert partial is not None
             self._all_reduce(partial)
@@ -127,19 +112,8 @@ class RankSums:
         )  # fmt: skip
         return statistics
 
-    def _norming(self, rows: int, reader: Norm | None) -> PeerRows | None:
-        """The kernel that adds up padded ``rows`` and computes the reader's norm; None where others
-        do."""
-        kernel = self._of_rows
-        if kernel is None or rows <= FEW_ROWS or kernel.why_not(rows) is not None:
-            return None
-        return kernel if kernel.norms and reader is not None and reader.kind == RMS_NORM else None
-
     def work(self, rows: int, reader: Norm | None, *, sent: bool = False) -> Iterator[Work]:
         """What is compiled for padded ``rows``."""
-        many = self._norming(rows, reader)
-        if many is not None:
-            yield many.work(rows, norm=True)
-        elif self._kernel is not None and self.why_not(rows) is None:
+        if self._kernel is not None and self.why_not(rows) is None:
             kind = 0 if reader is None else 1 if reader.kind == RMS_NORM else 2
             yield self._kernel.work(rows, kind, sent=sent)

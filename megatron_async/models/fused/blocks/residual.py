@@ -49,16 +49,13 @@ class Workspace:
     its input never meets the writer of the next ones.
     """
 
-    scratch: ClassVar[frozenset[str]] = frozenset(
-        {"_buffers", "_ones", "_quantized", "_statistics"}
-    )
+    scratch: ClassVar[frozenset[str]] = frozenset({"_buffers", "_quantized", "_statistics"})
 
     def __init__(self, hidden_size: int, device: torch.device) -> None:
         self._device = device
         self._hidden_size = hidden_size
         self._buffers: dict[tuple[str, int], Tensor] = {}
         self._quantized: dict[int, tuple[Tensor, Tensor]] = {}
-        self._ones: dict[float, Tensor] = {}
         count = MAX_ROWS * hidden_size // FINEST_TILE * 2
         with torch.inference_mode(False):
             self._statistics = [torch.empty(count, device=device) for _ in (LAYER, HALF)]
@@ -84,16 +81,6 @@ class Workspace:
                 )
         numbers, scale = self._quantized[width]
         return numbers[:rows], scale[:rows]
-
-    def ones(self, eps: float) -> Tensor:
-        """Statistics fp32 ``[MAX_ROWS, 1, 2]`` with which an RMSNorm multiplies by 1: those of rows
-        that are normed already."""
-        if eps not in self._ones:
-            with torch.inference_mode(False):
-                ones = torch.zeros(MAX_ROWS, 1, 2, device=self._device)
-                ones[..., 1] = self._hidden_size * (1 - eps)
-                self._ones[eps] = ones
-        return self._ones[eps]
 
     def residual(self, rows: int) -> Residual:
         """The residual stream of ``rows`` rows."""
