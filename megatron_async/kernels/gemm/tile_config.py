@@ -27,6 +27,7 @@ STORE, ADD, SILU_GATE, GELU_TANH, GELU, SQUARED_RELU = range(6)
 NORMS = ("none", "rms_norm", "layer_norm")
 NO_NORM, RMS_NORM, LAYER_NORM = range(3)
 
+MANY_ROWS_KERNEL = "skinny_gemm_many"
 FEW_ROWS = 64
 """More rows go to ``skinny_gemm_many.cu``, which takes bfloat16 weights alone."""
 MAX_ROWS = 128
@@ -101,7 +102,7 @@ class TileConfig(NamedTuple):
     def kernel(self) -> str:
         """The source that it configures."""
         if self.multicast:
-            return "skinny_gemm_many"
+            return MANY_ROWS_KERNEL
         return "skinny_gemm_wgmma" if self.tma else "skinny_gemm_mma"
 
     @property

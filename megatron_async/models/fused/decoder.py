@@ -23,6 +23,8 @@ from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import decode_attention
 from megatron_async.kernels.gemm.tile_config import (
     ANY_SHAPE_ROWS,
+    FEW_ROWS,
+    MANY_ROWS_KERNEL,
     MAX_ROWS,
     NO_NORM,
     GemmProblem,
@@ -149,7 +151,7 @@ class FusedDecoder:
             sums = RankSums(all_reduce, words, model.config.hidden_size, device)
         self._sums = sums
         self._places = self._places_of(model, device, sums, stages)
-        self._chosen: dict[tuple[int, int], list[Runs] | None] = {}
+        self._chosen: dict[tuple[int, int, int], list[Runs] | None] = {}
 
     def _places_of(
         self, model: Any, device: torch.device, sums: RankSums | None, stages: Stages | None
@@ -294,9 +296,11 @@ class FusedDecoder:
         most = decode_attention.MOST_ROWS * tokens_of_row(context)
         for tokens in {r for r in rows if r <= most}:
             readers = [block.norm for block in self._choose(padded(tokens), context)[1:]]
+            has_gemms = self._many_why_not(padded(tokens), context) is None
             for place, reader in zip(self._places, [*readers, None], strict=True):
                 for work in place.work(tokens, context, reader):
-                    yield (place, tokens), work
+                    if has_gemms or work[0] != MANY_ROWS_KERNEL:
+                        yield (place, tokens), work
 
     def covered(self, rows: list[int], context: Any) -> DecodeCoverage:
         """Which blocks are fused in steps of ``rows`` rows in such a context. Steps of more rows
@@ -309,7 +313,11 @@ class FusedDecoder:
         for place in self._places:
             found = {}
             if place.fused is not None:
-                found = {most: why for most in sizes if (why := place.why_not(most, context))}
+                reasons = {
+                    most: place.why_not(most, context) or self._many_why_not(most, context)
+                    for most in sizes
+                }
+                found = {most: why for most, why in reasons.items() if why is not None}
             at = () if len(found) == len(sizes) else tuple(found)
             reason = "; ".join(dict.fromkeys(found.values())) or None
             blocks += [b if b.reason else b._replace(reason=reason, rows=at) for b in place.blocks]
@@ -338,13 +346,27 @@ class FusedDecoder:
 
     def _plan(self, most: int, context: Any) -> list[Runs] | None:
         """The blocks that run for padded rows; None if no layer has a fused one."""
-        key = most, context.block_size_tokens
+        key = most, context.block_size_tokens, context.num_speculative_tokens
         if key not in self._chosen:
             chosen = self._choose(most, context)
             kinds = AttentionBlock | MlpBlock | MoeBlock | MambaBlock
             inside = any(isinstance(block, kinds) for block in chosen)
-            self._chosen[key] = chosen if inside else None
+            runs = inside and self._many_why_not(most, context) is None
+            self._chosen[key] = chosen if runs else None
         return self._chosen[key]
+
+    def _many_why_not(self, most: int, context: Any) -> str | None:
+        """Why no block runs for padded rows of more than :data:`FEW_ROWS`; None if all do. That
+        some do has not been measured, and neither have drafts."""
+        if most <= FEW_ROWS:
+            return None
+        if context.num_speculative_tokens:
+            return f"more than {FEW_ROWS} tokens of rows with drafts"
+        for place in self._places:
+            reason = place.why_not(most, context)
+            if reason is not None:
+                return f"with more than {FEW_ROWS} rows all blocks are, or none: {reason}"
+        return None
 
     def _choose(self, most: int, context: Any) -> list[Runs]:
         return [

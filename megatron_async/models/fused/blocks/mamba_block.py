@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_async.kernels.gemm.tile_config import STORE, padded
+from megatron_async.kernels.gemm.tile_config import FEW_ROWS, STORE, padded
 from megatron_async.models.fused.blocks.gemms import SkinnyGemms, Work, missing
 from megatron_async.models.fused.blocks.kernel_parameters import norm_of
 from megatron_async.models.fused.blocks.linears import ColumnParallel, RowParallel
@@ -40,6 +40,8 @@ class MambaBlock:
 
     def why_not(self, rows: int, context: Any) -> str | None:
         """Why it does not run for padded ``rows``; None if it does."""
+        if rows > FEW_ROWS:
+            return f"more than {FEW_ROWS} rows of a Mamba-2 layer"
         return missing(self._gemms, rows)
 
     def __call__(self, step: Step, given: Tensor | None, reader: Norm | None) -> Tensor | None:
@@ -60,6 +62,6 @@ class MambaBlock:
     def work(self, rows: int, context: Any, reader: Norm | None) -> Iterator[Work]:
         """What is compiled for ``rows`` tokens; the mixer's kernel comes with the first of them."""
         most = padded(rows)
-        if missing(self._gemms, most) is None:
+        if self.why_not(most, context) is None:
             yield from self._in_proj.work(most)
             yield from self._out_proj.work(most, reader, context)
