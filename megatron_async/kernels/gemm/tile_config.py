@@ -273,8 +273,8 @@ class Entry(NamedTuple):
         flags = *config[5:9], problem.e4m3_inputs
         if any(type(value) is not int or not 0 < value < 2**31 for value in numbers):
             raise ValueError(f"{config} of {problem}: positive integers are expected")
-        if type(problem.scale_columns) is not int:
-            raise ValueError(f"{problem}: scale_columns is no integer")
+        if type(problem.scale_columns) is not int or type(config.multicast) is not int:
+            raise ValueError(f"{config} of {problem}: scale_columns or multicast is no integer")
         if problem.rows > MAX_ROWS:
             raise ValueError(f"{problem}: more than {MAX_ROWS} rows")
         if any(type(value) is not bool for value in flags):

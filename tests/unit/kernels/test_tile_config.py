@@ -34,6 +34,7 @@ from megatron_async.models.fused.blocks.gemms import Gemm
 PROBLEM = GemmProblem(8, 6144, 4096, RMS_NORM, STORE)
 CONFIG = TileConfig(3, 1, 4, 1, 3)
 WITH_TMA = TileConfig(6, 1, 1, 2, 10, stream_x=True, tma=True)
+OF_MANY_ROWS = TileConfig(6, 1, 1, 2, 5, stream_x=True, tma=True, multicast=2)
 
 
 def save(gpu: str, found: dict[GemmProblem, TileConfig]) -> Path:
@@ -80,6 +81,10 @@ def entry(**fields: object) -> dict[str, object]:
         json.dumps({"GPU": [entry(split_k=-1)]}),
         json.dumps({"GPU": [entry(tma=1)]}),
         json.dumps({"GPU": [entry(rows=65)]}),
+        json.dumps({"GPU": [entry(rows=129)]}),
+        json.dumps({"GPU": [entry(multicast=True)]}),
+        json.dumps({"GPU": [entry(multicast="2")]}),
+        json.dumps({"GPU": [entry(multicast=-1)]}),
         json.dumps({"GPU": [entry(norm="batch_norm")]}),
         json.dumps({"GPU": [entry(epilogue=0)]}),
         json.dumps({"GPU": [entry(source="guessed")]}),
@@ -109,9 +114,36 @@ def test_what_is_sound_in_a_damaged_file_is_used_and_stays(folder: Path) -> None
     assert json.loads((folder / USER_FILE).read_text())["another"] == "x"
 
 
+def test_a_config_of_many_rows_is_kept(folder: Path) -> None:
+    problem = PROBLEM._replace(rows=128)
+    save("GPU", {PROBLEM: CONFIG, problem: OF_MANY_ROWS})
+    assert load_tuned("GPU") == {PROBLEM: CONFIG, problem: OF_MANY_ROWS}
+    assert '"multicast": 2' in (folder / USER_FILE).read_text()
+
+
 @pytest.mark.parametrize(
     "fields",
     [
+        {"rows": 128},
+        {"rows": 96, **OF_MANY_ROWS._asdict()},
+        *(
+            {"rows": 128, **OF_MANY_ROWS._replace(**wrong)._asdict()}
+            for wrong in (
+                {"multicast": 0},
+                {"multicast": 3},
+                {"multicast": 8},
+                {"multicast": 10**9 + 7},
+                {"stages": 1},
+                {"row_tiles": 17},
+                {"row_tiles": 10**9 + 7},
+                {"warps_n": 2},
+                {"warps_k": 2},
+                {"split_k": 5},
+                {"tma": False},
+                {"stream_x": False},
+                {"persistent": True},
+            )
+        ),
         {"row_tiles": 10**9 + 7, "split_k": 2},
         {"warps_n": 10**9 + 7, "split_k": 2},
         {"split_k": 16},
