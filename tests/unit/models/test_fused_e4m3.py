@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from megatron_async.kernels.gemm.tile_config import MAX_ROWS
+from megatron_async.kernels import compile as cuda
+from megatron_async.kernels.gemm.tile_config import FEW_ROWS, MAX_ROWS
 from megatron_async.models.build import build_model
 from megatron_async.models.fused import where
 from megatron_async.models.fused.blocks.moe_block import (
@@ -229,15 +230,21 @@ def test_ends_of_a_model_are_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_more_rows_need_no_measured_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those with bfloat16 weights do."""
+    """As those with bfloat16 weights do, which have kernels of more rows on a GPU with wgmma, as
+    e4m3 has not."""
     emulator.install(monkeypatch)
-    config, cpu = small("llama"), torch.device("cpu")
+    monkeypatch.setattr(cuda, "has_wgmma", lambda index: True)
+    config, cpu = replace(small("llama"), hidden_size=256, head_dim=64), torch.device("cpu")
     model = bfloat16_model(config, cpu)
     make_layers_e4m3(model, {"fc1": 0, "fc2": 0})
     fused, context = FusedDecoder(model), DecodeRig(config, cpu).context()
     assert not fused.covered([1, 8, 32], context).fallbacks
-    found = fused.covered([MAX_ROWS], context)
+    found = fused.covered([FEW_ROWS], context)
     assert found.fused(MLP) == (1, 2) and found.fused(ATTENTION) == ()
+    found = fused.covered([MAX_ROWS], context)
+    assert found.fused(MLP) == () and found.fused(ATTENTION) == (1, 2)
+    (fallback,) = found.fallbacks
+    assert str(fallback) == "the MLP of layers 1-2: no tile config for fc1 (512 x 256)"
 
 
 def test_layers_of_one_shape_and_different_formats_have_kernels_of_their_own(

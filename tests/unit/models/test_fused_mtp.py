@@ -278,11 +278,15 @@ def test_the_projection_is_measured_with_the_decoder(monkeypatch: pytest.MonkeyP
     assert "eh_proj" not in FusedStep(plain, {}).gemms
 
 
+@pytest.mark.parametrize("has_wgmma", [False, True])
 @torch.inference_mode()
-def test_what_drafts_need_is_compiled_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to 64 tokens, and those of the tokens beyond the last layer; a projection of a shape that
-    nobody measured leaves its GEMM to a module above 32."""
+def test_what_drafts_need_is_compiled_at_start(
+    has_wgmma: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 128 tokens, and those of the tokens beyond the last layer; a projection of a shape that
+    nobody measured leaves its GEMM to a module above 32, and above 64 where there is no wgmma."""
     emulator.install(monkeypatch)
+    monkeypatch.setattr(cuda, "has_wgmma", lambda index: has_wgmma)
     compiled: list[tuple[str, dict[str, int]]] = []
     monkeypatch.setattr(cuda, "compile_together", lambda work, on: compiled.extend(work))
     model = mtp_model("qwen3", torch.device("cpu"), ffn_hidden_size=384)
@@ -294,14 +298,19 @@ def test_what_drafts_need_is_compiled_at_start(monkeypatch: pytest.MonkeyPatch) 
     assert fused is not None and wrapper.fused_mtp() is fused
     wrapper.prepare([3, 60, 120], rig.context)
     rows = {macros["MT"] * 8 for _, macros in compiled if macros.get("K") == size}
-    # Of 1, 20 and 40 rows: 3 tokens, one of each; 60 and 120 tokens have no projection.
-    assert rows == {8, 32}
+    # Of 1, 20 and 40 rows: 3 tokens, one of each; 60 tokens have no projection, nor have one of
+    # each of 40 rows.
+    assert rows == ({8, 32, 128} if has_wgmma else {8, 32})
     windows = {(macros["WINDOW"], macros["GAPS"]) for _, macros in compiled if "GAPS" in macros}
     assert windows == {(1, 0), (3, 0), (3, 1)}, "1: of drafts beyond the last layer"
     covered = report.DecodeCoverage((), wrapper.decode_coverage().drafting)
     (told,) = [str(f) for f in covered.fallbacks if f.kind == PROJECTION]
-    assert told.startswith("the projection of layers 3-4 at 64 rows: no tile config for eh_proj")
-    many = fused.covered([40], 3, rig.context)
-    assert {block.reason for block in many} == {"more than 64 tokens"}
-    assert fused.takes(1, 20, 3, rig.context) and not fused.takes(1, 40, 3, rig.context)
-    assert fused.takes(1, 32, 1, rig.context) and not fused.takes(1, 65, 1, rig.context)
+    at = "64" if has_wgmma else "64, 128"
+    assert told.startswith(f"the projection of layers 3-4 at {at} rows: no tile config for eh_proj")
+    many = fused.covered([43], 3, rig.context)
+    assert {block.reason for block in many} == {"more than 128 tokens"}
+    projections = [b for b in fused.covered([40], 3, rig.context) if b.kind == PROJECTION]
+    assert {b.reason is None for b in projections} == {has_wgmma}
+    assert fused.takes(1, 20, 3, rig.context) and fused.takes(1, 32, 1, rig.context)
+    assert fused.takes(1, 42, 3, rig.context) == fused.takes(1, 128, 1, rig.context) == has_wgmma
+    assert not fused.takes(1, 43, 3, rig.context) and not fused.takes(1, 129, 1, rig.context)
