@@ -79,13 +79,13 @@ def test_configs_that_fit_are_those_that_the_source_takes(monkeypatch: pytest.Mo
     cases, macros = [], []
     for config in (
         _many(row_tiles, split_k, stages, multicast=multicast, workspace=ws, persistent=persistent)
-        for row_tiles, split_k, stages in itertools.product((1, 5, 8, 9, 16, 17), (1, 2, 5), (1, 2))
-        for multicast, ws, persistent in itertools.product((1, 2, 3, 8), (0, 1), (0, 1))
+        for row_tiles, split_k, stages in itertools.product((1, 5, 8, 9, 16, 17), (1, 2, 5), (1, 2, 3))
+        for multicast, ws, persistent in itertools.product((1, 2, 3, 4), (0, 1), (0, 1))
     ):
         for (n, k), rows, norm, epilogue in itertools.product(
             ((5760, 256), (5776, 320)), (64, 128, 192, 256, 512), range(3), (STORE, ADD, SILU_GATE)
         ):
-            if (n + k + rows + 7 * norm + sum(config) + epilogue) % 23:
+            if (n + k + rows + 7 * norm + sum(config) + epilogue) % 29:
                 continue
             cases.append((config, n, k, rows, norm, epilogue))
             macros.append(defines(n, k, rows, norm, epilogue, RMS_NORM, config, SMS))
@@ -99,7 +99,7 @@ def test_configs_that_fit_are_those_that_the_source_takes(monkeypatch: pytest.Mo
         wanted = taken and whole and not (config.workspace and config.split_k == 1)
         assert config.fits(n, k, rows, norm, epilogue, sys.maxsize) == wanted, case
         found[wanted] += 1
-    assert min(found.values()) > 100, found
+    assert min(found.values()) > 60, found
 
 
 @pytest.mark.parametrize(
