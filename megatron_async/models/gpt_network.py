@@ -218,16 +218,15 @@ class GPTNetwork(Network):
             self._prepare_drafts(self._fused_mtp, rows, context)
         if self._fused is None:
             return
-        from megatron_async.kernels.gemm.tile_config import MAX_ROWS
-
         self._fused.compile(rows, context)
         self._rows |= set(rows)
         covered = self._fused.covered(sorted(self._rows), context)
         self._found_coverage = replace(covered, drafting=self._coverage.drafting)
-        if min(rows) <= MAX_ROWS:
+        most = self._fused.most_rows(context)
+        if min(rows) <= most:
             self._coverage.log()
-        if max(rows) > MAX_ROWS:
-            _log_many_rows(MAX_ROWS)
+        if max(rows) > most:
+            _log_many_rows(most)
 
     def shortened(self) -> GPTNetwork:
         """See ``Network.shortened``."""

@@ -296,7 +296,7 @@ class FusedDecoder:
         most = decode_attention.MOST_ROWS * tokens_of_row(context)
         for tokens in {r for r in rows if r <= most}:
             readers = [block.norm for block in self._choose(padded(tokens), context)[1:]]
-            has_gemms = self._many_why_not(padded(tokens), context) is None
+            has_gemms = padded(tokens) <= self.most_rows(context)
             for place, reader in zip(self._places, [*readers, None], strict=True):
                 for work in place.work(tokens, context, reader):
                     if has_gemms or work[0] != MANY_ROWS_KERNEL:
@@ -304,20 +304,17 @@ class FusedDecoder:
 
     def covered(self, rows: list[int], context: Any) -> DecodeCoverage:
         """Which blocks are fused in steps of ``rows`` rows in such a context. Steps of more rows
-        than :data:`MAX_ROWS` have none, and are left aside where there are others."""
-        sizes = tuple(sorted({padded(r) for r in rows if 0 < r <= MAX_ROWS}))
+        than :meth:`most_rows` have none, and are left aside where there are others."""
+        most = self.most_rows(context)
+        sizes = tuple(sorted({padded(r) for r in rows if 0 < r <= most}))
         if not sizes:
-            many = f"more than {MAX_ROWS} rows"
+            many = f"more than {most} rows"
             return DecodeCoverage(tuple(b._replace(reason=many) for b in self.coverage.blocks))
         blocks: list[Block] = []
         for place in self._places:
             found = {}
             if place.fused is not None:
-                reasons = {
-                    most: place.why_not(most, context) or self._many_why_not(most, context)
-                    for most in sizes
-                }
-                found = {most: why for most, why in reasons.items() if why is not None}
+                found = {size: why for size in sizes if (why := place.why_not(size, context))}
             at = () if len(found) == len(sizes) else tuple(found)
             reason = "; ".join(dict.fromkeys(found.values())) or None
             blocks += [b if b.reason else b._replace(reason=reason, rows=at) for b in place.blocks]
@@ -351,22 +348,19 @@ class FusedDecoder:
             chosen = self._choose(most, context)
             kinds = AttentionBlock | MlpBlock | MoeBlock | MambaBlock
             inside = any(isinstance(block, kinds) for block in chosen)
-            runs = inside and self._many_why_not(most, context) is None
-            self._chosen[key] = chosen if runs else None
+            self._chosen[key] = chosen if inside and most <= self.most_rows(context) else None
         return self._chosen[key]
 
-    def _many_why_not(self, most: int, context: Any) -> str | None:
-        """Why no block runs for padded rows of more than :data:`FEW_ROWS`; None if all do. That
-        some do has not been measured, and neither have drafts."""
-        if most <= FEW_ROWS:
-            return None
+    def most_rows(self, context: Any) -> int:
+        """Return the rows up to which steps in such a context have fused blocks.
+
+        Of more than :data:`FEW_ROWS` all blocks have, or none; that only some have was not
+        measured, and neither were drafts.
+        """
         if context.num_speculative_tokens:
-            return f"more than {FEW_ROWS} tokens of rows with drafts"
-        for place in self._places:
-            reason = place.why_not(most, context)
-            if reason is not None:
-                return f"with more than {FEW_ROWS} rows all blocks are, or none: {reason}"
-        return None
+            return FEW_ROWS
+        whole = all(place.why_not(MAX_ROWS, context) is None for place in self._places)
+        return MAX_ROWS if whole else FEW_ROWS
 
     def _choose(self, most: int, context: Any) -> list[Runs]:
         return [

@@ -79,7 +79,9 @@ def test_configs_that_fit_are_those_that_the_source_takes(monkeypatch: pytest.Mo
     cases, macros = [], []
     for config in (
         _many(row_tiles, split_k, stages, multicast=multicast, workspace=ws, persistent=persistent)
-        for row_tiles, split_k, stages in itertools.product((1, 5, 8, 9, 16, 17), (1, 2, 5), (1, 2, 3))
+        for row_tiles, split_k, stages in itertools.product(
+            (1, 5, 8, 9, 16, 17), (1, 2, 5), (1, 2, 3)
+        )
         for multicast, ws, persistent in itertools.product((1, 2, 3, 4), (0, 1), (0, 1))
     ):
         for (n, k), rows, norm, epilogue in itertools.product(

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_async.kernels import compile as cuda
 from megatron_async.kernels import trial
 from megatron_async.kernels.gemm.tile_config import (
+    FEW_ROWS,
     GELU,
     GELU_TANH,
     LAYER_NORM,
@@ -478,24 +480,35 @@ def test_rows_that_no_tile_config_was_measured_for_are_said_once(
     with caplog.at_level(logging.INFO, logger="megatron_async"):
         for _ in range(2):
             served.prepare([1, 8, 32, 40, 64, 128, 129], Steps(16))
-    untuned = "no tile config for qkv (256 x 128)"
-    qkv = f"{untuned} was measured, see 'megatron-async tune'"
-    assert sorted(served.decode_coverage().fallbacks)[0].rows == (48, 64, 128)
+    qkv = "no tile config for qkv (256 x 128) was measured, see 'megatron-async tune'"
+    assert sorted(served.decode_coverage().fallbacks)[0].rows == (48, 64)
     (attention,) = [m for m in caplog.messages if "attention of" in m]
-    assert attention.endswith(f"for attention of layers 1-2 at 48, 64, 128 rows: {qkv}; {untuned}")
-    assert len([m for m in caplog.messages if "for the MLP of layers 1-2 at 48, 64, 128" in m]) == 1
-    (many,) = [m for m in caplog.messages if f"more than {MAX_ROWS} rows" in m]
+    assert attention.endswith(f"for attention of layers 1-2 at 48, 64 rows: {qkv}")
+    assert len([m for m in caplog.messages if "for the MLP of layers 1-2 at 48, 64 rows" in m]) == 1
+    (many,) = [m for m in caplog.messages if f"more than {FEW_ROWS} rows" in m]
     assert "own forward" in many
     assert served.fused_decode_off is None, "up to 32 rows are fused"
     assert served.decode_coverage([32], Steps(16)).fallbacks == ()
     off = served.decode_coverage([64], Steps(16)).off
     assert off is not None and qkv in off
-    off = served.decode_coverage([65, 128], Steps(16)).off
-    assert off is not None and untuned in off and "tune" not in off
-    assert MAX_ROWS == 128
-    assert served.decode_coverage([129, 256], Steps(16)).off == f"more than {MAX_ROWS} rows"
+    assert served.decode_coverage([65, 128], Steps(16)).off == f"more than {FEW_ROWS} rows"
     served.prepare([4], Steps(16))
     assert served.decode_coverage().fallbacks, "what another engine decodes is not forgotten"
+
+
+def test_rows_of_a_gpu_with_wgmma_are_fused_up_to_128(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulator.install(monkeypatch)
+    monkeypatch.setattr(cuda, "has_wgmma", lambda index: True)
+    served = GPTNetwork(our_model("llama"))
+    with caplog.at_level(logging.INFO, logger="megatron_async"):
+        served.prepare([1, 65, 128, 129], Steps(16))
+    assert not served.decode_coverage().fallbacks
+    assert not served.decode_coverage([65, 128], Steps(16)).fallbacks
+    (many,) = [m for m in caplog.messages if f"more than {MAX_ROWS} rows" in m]
+    assert "own forward" in many and MAX_ROWS == 128
+    assert served.decode_coverage([129, 256], Steps(16)).off == f"more than {MAX_ROWS} rows"
 
 
 @pytest.mark.skipif(emulator.COMPILER is None, reason="the emulator needs g++")

@@ -230,8 +230,8 @@ def test_ends_of_a_model_are_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_more_rows_need_no_measured_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those with bfloat16 weights do, which have kernels of more rows on a GPU with wgmma, as
-    e4m3 has not."""
+    """Unlike those with bfloat16 weights, beside which blocks of e4m3 leave steps of more than 64
+    rows to modules as a whole."""
     emulator.install(monkeypatch)
     monkeypatch.setattr(cuda, "has_wgmma", lambda index: True)
     config, cpu = replace(small("llama"), hidden_size=256, head_dim=64), torch.device("cpu")
@@ -241,10 +241,12 @@ def test_more_rows_need_no_measured_shape(monkeypatch: pytest.MonkeyPatch) -> No
     assert not fused.covered([1, 8, 32], context).fallbacks
     found = fused.covered([FEW_ROWS], context)
     assert found.fused(MLP) == (1, 2) and found.fused(ATTENTION) == ()
-    found = fused.covered([MAX_ROWS], context)
-    assert found.fused(MLP) == () and found.fused(ATTENTION) == (1, 2)
-    (fallback,) = found.fallbacks
-    assert str(fallback) == "the MLP of layers 1-2: no tile config for fc1 (512 x 256)"
+    assert fused.covered([MAX_ROWS], context).off == f"more than {FEW_ROWS} rows"
+    assert fused.covered([8, MAX_ROWS], context) == fused.covered([8], context)
+    plain = FusedDecoder(bfloat16_model(config, cpu))
+    assert not plain.covered([8, MAX_ROWS], context).fallbacks
+    context.num_speculative_tokens = 1
+    assert plain.covered([MAX_ROWS], context).off == f"more than {FEW_ROWS} rows"
 
 
 def test_layers_of_one_shape_and_different_formats_have_kernels_of_their_own(

@@ -58,7 +58,7 @@ def configs(problem: GemmProblem, sm_count: int, limit: int) -> Iterator[TileCon
         persistent = ctas > cluster_sms(sm_count, cluster)
         if persistent and (split_k > 1 or problem.epilogue == ADD):
             continue
-        for stages in range(min(12, stage_count(problem.k, 0) // split_k), 2, -1):
+        for stages in range(min(12, stage_count(problem.k, 0) // split_k), 1, -1):
             config = shape._replace(stages=stages, persistent=persistent)
             if config.can_serve(problem, limit - 1024):
                 yield config
