@@ -27,7 +27,7 @@ _lock = threading.Lock()
 
 
 class Ranks(Protocol):
-    """The ranks of a model, see ``ModelParallel``."""
+    """Those of a model, see ``ModelParallel``."""
 
     is_given: bool
     layout: Any
