@@ -19,6 +19,7 @@ from megatron_async.kernels.attention import decode_attention
 from megatron_async.kernels.attention.decode_attention import DecodeAttentions, Heads
 from megatron_async.kernels.gemm.tile_config import (
     ADD,
+    FEW_ROWS,
     GELU_TANH,
     LAYER_NORM,
     NO_NORM,
@@ -193,6 +194,7 @@ def straight_lines(model: Any, rows: int, capacity: int, per_tile: int) -> list[
         *((name, rows, {}) for name in ("llama", "qwen3", "gpt2") for rows in (1, 3, 20, 32)),
         ("llama", 3, {"qkv": 32, "projection": 0, "fc1": 128, "fc2": 64}),
         ("gpt2", 20, {"projection": 64, "fc2": 0}),
+        *((name, rows, {}) for name in ("llama", "qwen3") for rows in (65, 100, 128)),
     ],
 )
 def test_a_model_whose_blocks_are_all_fused_launches_these_kernels_in_this_order(
@@ -200,6 +202,9 @@ def test_a_model_whose_blocks_are_all_fused_launches_these_kernels_in_this_order
 ) -> None:
     """Where weights are e4m3 with scales for so many ``columns``, with these scales."""
     config = replace(small(name), num_layers=3)
+    if rows > FEW_ROWS:  # in GEMMs with three stages, on a GPU with wgmma
+        config = replace(config, hidden_size=192, head_dim=64)
+        monkeypatch.setattr(cuda, "has_wgmma", lambda index: True)
     device = torch.device("cpu")
     model = bfloat16_model(config, device)
     make_layers_e4m3(model, columns)
