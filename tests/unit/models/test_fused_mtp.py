@@ -179,6 +179,30 @@ def test_fused_blocks_draft_as_modules_do(
         assert relative_error(one, other.double()) < LIMIT
 
 
+@on_both("rows", "count", gpu=[(22, 2), (32, 2), (32, 3)], small=[(22, 2)])
+@torch.inference_mode()
+def test_more_than_64_tokens_are_drafted_as_modules_do(
+    device: torch.device, rows: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device.type == "cpu":
+        monkeypatch.setattr(cuda, "has_wgmma", lambda index: True)
+    elif not cuda.has_wgmma(0):
+        pytest.skip("more rows than 64 need Hopper's TMA")
+    model = mtp_model("qwen3", device, hidden_size=192, head_dim=64)
+    wrapper = GPTNetwork(model)
+    wanted = DraftRig(model, device, rows, count).run(wrapper, fused=False)
+    rig = DraftRig(model, device, rows, count)
+    got, fused = rig.run(wrapper, fused=True), wrapper.fused_mtp()
+    assert fused is not None
+    assert {block.reason for block in fused.covered([rows], count + 1, rig.context)} == {None}
+    kernels = {source for source, _ in fused.kernels_of([rows], count + 1, rig.context)}
+    assert "skinny_gemm_many" in kernels
+    assert len(got) == len(wanted)
+    for one, other in zip(got, wanted, strict=True):
+        assert one.isfinite().all()
+        assert relative_error(one, other.double()) < LIMIT
+
+
 @on_both("columns", gpu=[(32,), (64,), (256,)], small=[(64,)])
 @torch.inference_mode()
 def test_projections_with_e4m3_weights_draft_as_modules_do(
