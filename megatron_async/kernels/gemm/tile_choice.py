@@ -20,6 +20,7 @@ from megatron_async.kernels.gemm.tile_config import (
     ANY_SHAPE_ROWS,
     FEW_ROWS,
     HEURISTIC,
+    MAX_ROWS,
     SHARED_BYTES,
     Entry,
     GemmProblem,
@@ -51,10 +52,12 @@ def find(
     The measured one of this shape at these rows, or at rows near by, that can be built and needs no
     TMA where there is none; for e4m3 weights with a scale for some columns, also one for weights
     with a scale for each row. Else the heuristic's, with bfloat16 weights not for rows
-    between :data:`ANY_SHAPE_ROWS` and :data:`FEW_ROWS`.
+    between :data:`ANY_SHAPE_ROWS` and :data:`FEW_ROWS`. More than :data:`MAX_ROWS` have none.
     """
     rows, n, k, norm, epilogue, scale_columns, e4m3_inputs = problem
     assert norm is not None and epilogue is not None
+    if rows > MAX_ROWS:
+        return None
     table = measured()
     alike = [scale_columns] if scale_columns in (0, k) else [scale_columns, k]
     for columns, like in itertools.product(alike, FALLBACK_ROWS.get(rows, ())):

@@ -326,7 +326,7 @@ def test_more_rows_than_a_kernel_takes_have_no_config(
     scale_columns: int, e4m3_inputs: bool
 ) -> None:
     """With bfloat16 alone 128 rows have one."""
-    for rows in (72, 192, 512, *((128, 256) if scale_columns or e4m3_inputs else ())):
+    for rows in (72, 192, 256, 512, *((128,) if scale_columns or e4m3_inputs else ())):
         assert choose(
             6144, 4096, rows, 0, 0, sm_count=132, scale_columns=scale_columns,
             e4m3_inputs=e4m3_inputs,
