@@ -1,34 +1,30 @@
-"""Decode steps of 65 to 128 rows in fused kernels, and which blocks have none: through the emulated
-kernels and on a GPU."""
+"""Decode steps of 65 to 128 rows in fused kernels, and which are left to the modules: through the
+emulated kernels and on a GPU."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_async.kernels import compile as cuda
-from megatron_async.kernels.gemm.skinny_gemm import SkinnyGemm
 from megatron_async.kernels.gemm.tile_config import MAX_ROWS, TileConfig, padded
 from megatron_async.kernels.ranks import peer_sum
-from megatron_async.kernels.ranks.peer_sum import PeerSum, PeerWords
-from megatron_async.models.build import build_model
+from megatron_async.kernels.ranks.peer_sum import PeerWords
 from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.fused import where
-from megatron_async.models.fused.blocks import rank_sums
 from megatron_async.models.fused.decoder import FusedDecoder
-from megatron_async.models.fused.report import ATTENTION, MLP
+from megatron_async.models.fused.report import ATTENTION, EMBEDDING, HEAD, MLP
 from megatron_async.models.gpt_network import GPTNetwork
-from megatron_async.models.quantized.linear import keep, quantizable, quantize_in_place
 from tests.support import decode_rig, emulator
-from tests.support.cuda_kernels import device, on_both, relative_error
+from tests.support.cuda_kernels import device, on_both
 from tests.support.decode_rig import DecodeRig, bfloat16_model, small, state_of
+from tests.support.e4m3_modules import make_layers_e4m3
 from tests.unit.models.test_forward_accuracy import TOLERANCE
-from tests.unit.models.test_fused_blocks import Ranks, one_at_a_time, rank_of, subclass
+from tests.unit.models.test_fused_blocks import rank_of, subclass
 
 pytestmark = pytest.mark.sweep
 
@@ -95,7 +91,8 @@ def test_steps_of_many_rows_have_no_fallback(
     for each, gemm in fused.gemms.items():
         tiling = gemm.tiling(padded(rows))
         assert tiling is not None and tiling.kernel == "skinny_gemm_many"
-        assert tiling.can_serve(gemm.case(padded(rows))) and (tiling == CONFIGS[each]) == given
+        assert tiling.can_serve(gemm.case(padded(rows)))
+        assert tiling == CONFIGS[each] or not given
     sources = [source for source, _ in fused.kernels_of([rows], context)]
     assert "skinny_gemm_many" in sources
     assert not {"skinny_gemm_mma", "skinny_gemm_wgmma"} & set(sources)
@@ -111,168 +108,163 @@ def _begun(rig: DecodeRig, context: Any) -> Any:
     return context
 
 
-@on_both("rows", "window", gpu=[(40, 3), (33, 2), (64, 2)], small=[(33, 3)])
-def test_windows_of_many_tokens(device: torch.device, rows: int, window: int) -> None:
-    config = config_of("qwen3", num_layers=1)
-    model = bfloat16_model(config, device)
-    fused, rig = FusedDecoder(model), DecodeRig(config, device, rows)
+# --- steps that are left to the modules ----------------------------------------------------------
+ALL_OR_NONE = "with more than 64 rows all blocks are, or none: "
+CPU = torch.device("cpu")
+
+
+def _reasons(fused: FusedDecoder, rows: int, config: ModelConfig, window: int = 1) -> set[str]:
+    """Why no block at all runs for so many rows: it would not be launched, nor compiled."""
+    rig = DecodeRig(config, CPU, 1)
     context = rig.context(window=window)
-    assert not fused.covered([rows * window], context).fallbacks
-    logits = rig.decode_windows(fused.forward, context)
-    assert rig.error(logits, state_of(model)) < LIMIT
+    covered = fused.covered([rows], context)
+    for kind in (EMBEDDING, ATTENTION, MLP, HEAD):
+        assert covered.fused(kind) == ()
+    assert covered.off is not None and all(each.rows == () for each in covered.fallbacks)
+    assert "skinny_gemm_many" not in {source for source, _ in fused.kernels_of([rows], context)}
+    logits = torch.empty(rows, config.vocab_size).bfloat16()
+    if window == 1:
+        many = DecodeRig(config, CPU, rows)
+        assert not fused.takes(logits, _begun(many, many.context()))
+    return {str(each.reason) for each in covered.fallbacks}
+
+
+def _is_fused(fused: FusedDecoder, rows: int, config: ModelConfig) -> bool:
+    rig = DecodeRig(config, CPU, rows)
+    context = rig.context()
+    logits = torch.empty(rows, config.vocab_size).bfloat16()
+    return (
+        fused.takes(logits, _begun(rig, context)) and not fused.covered([rows], context).fallbacks
+    )
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator.install(monkeypatch)
+    monkeypatch.setattr(cuda, "has_wgmma", lambda index: True)
+    monkeypatch.setattr(where, "device_why_not", lambda model: None)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("rows", [65, 128])
+def test_layer_norm_has_no_kernel_of_more_than_64_rows(rows: int) -> None:
+    config = config_of("gpt2")
+    fused = FusedDecoder(bfloat16_model(config, CPU))
+    assert _is_fused(fused, 32, config)
+    qkv, fc1, head = (
+        f"no tile config for {n} x 192)" for n in ("qkv (320", "fc1 (256", "head (131")
+    )
+    assert _reasons(fused, rows, config) == {ALL_OR_NONE + qkv, qkv, fc1, head}
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda model: subclass(model.decoder.layers[1].mlp), "OwnMLP is not covered"),
+        (
+            lambda model: subclass(model.decoder.layers[0].self_attention),
+            "OwnPagedSelfAttention is not covered",
+        ),
+        (lambda model: subclass(model.output_layer), "OwnColumnParallelLinear is not covered"),
+        (
+            lambda model: make_layers_e4m3(model, {"fc1": 0, "fc2": 0}),
+            "no tile config for fc1 (512 x 192)",
+        ),
+        (lambda model: make_layers_e4m3(model, {"qkv": 0}), "no tile config for qkv (320 x 192)"),
+    ],
+)
+def test_a_block_of_modules_leaves_all_more_than_64_rows_to_theirs(
+    change: Callable[[Any], Any], reason: str
+) -> None:
+    config = config_of("llama")
+    model = bfloat16_model(config, CPU)
+    assert _is_fused(FusedDecoder(model), 128, config)
+    change(model)
+    fused = FusedDecoder(model)
+    assert fused.covered([32], DecodeRig(config, CPU).context()).off is None
+    for rows in (65, 128):
+        assert _reasons(fused, rows, config) == {ALL_OR_NONE + reason, reason}
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("shared", [None, 128])
+def test_experts_leave_more_than_64_rows_to_modules(shared: int | None) -> None:
+    config = config_of(
+        "llama", num_layers=3, num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=64,
+        moe_layer_freq=(1, 0, 1), moe_shared_expert_intermediate_size=shared,
+    )  # fmt: skip
+    fused = FusedDecoder(bfloat16_model(config, CPU))
+    covered = fused.covered([32], DecodeRig(config, CPU).context())
+    assert not covered.fallbacks and covered.fused(MLP) == (1, 2, 3)
+    reason = "more than 64 rows of experts"
+    for rows in (65, 128):
+        assert _reasons(fused, rows, config) == {ALL_OR_NONE + reason, reason}
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_drafts_leave_more_than_64_tokens_to_modules() -> None:
+    config = config_of("qwen3")
+    fused = FusedDecoder(bfloat16_model(config, CPU))
+    assert _is_fused(fused, 66, config)
+    for tokens in (66, 128):
+        reasons = _reasons(fused, tokens, config, window=2)
+        assert reasons == {"more than 64 tokens of rows with drafts"}
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_ranks_leave_more_than_64_rows_to_modules() -> None:
+    whole = config_of(
+        "qwen3", num_attention_heads=6, num_kv_heads=2, ffn_hidden_size=512, vocab_size=128
+    )
+    share, half = rank_of(bfloat16_model(whole, CPU), whole, 0)
+    memory = tuple(torch.zeros(2 * 2 * 128 * 192, dtype=torch.int64) for _ in range(2))
+    launches = torch.zeros(peer_sum.LAUNCHES, dtype=torch.int32)
+    words = PeerWords(0, memory, launches, 128 * 192, two_steps_from=None)
+    reason = "of more than 64 rows modules add up over ranks"
+    for given in (None, words):
+        fused = FusedDecoder(share, all_reduce=lambda tensor: None, words=given)
+        covered = fused.covered([32], DecodeRig(half, CPU).context())
+        assert not covered.fallbacks
+        for rows in (65, 128):
+            assert _reasons(fused, rows, half) == {ALL_OR_NONE + reason, reason}
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_without_wgmma_or_room_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of("llama")
+    model = bfloat16_model(config, CPU)
+    fused = FusedDecoder(model)
+    assert _is_fused(fused, MAX_ROWS, config)
+    assert _reasons(fused, MAX_ROWS + 1, config) == {"more than 128 rows"}
+    little = [replace(gemm, limit=40_000) for gemm in fused.gemms.values()]
+    assert all(gemm.tiling(MAX_ROWS) is None for gemm in little)
+    monkeypatch.setattr(cuda, "has_wgmma", lambda index: False)
+    said = _reasons(FusedDecoder(model), MAX_ROWS, config)
+    assert ALL_OR_NONE + "no tile config for qkv (320 x 192)" in said and len(said) == 4
 
 
 @on_both("rows", gpu=[(65,), (128,)], small=[(70,)])
-def test_blocks_of_many_rows_stand_beside_modules(device: torch.device, rows: int) -> None:
-    config = config_of("qwen3")
-    model = bfloat16_model(config, device)
-    state = state_of(model)
-    subclass(model.decoder.layers[0].mlp)
-    subclass(model.decoder.layers[1].self_attention)
-    fused, rig = FusedDecoder(model), DecodeRig(config, device, rows)
-    covered = fused.covered([rows], rig.context())
-    assert covered.fused(ATTENTION) == (1,) and covered.fused(MLP) == (2,)
-    assert rig.error(rig.decode(fused.forward), state) < LIMIT
-
-
-# --- blocks that have no kernel for so many rows -------------------------------------------------
-def _said(fused: FusedDecoder, rows: int, config: ModelConfig) -> list[str]:
-    context = DecodeRig(config, torch.device("cpu"), 1).context()
-    return [str(each) for each in fused.covered([rows], context).fallbacks]
-
-
-def test_layer_norm_has_no_kernel_of_more_than_64_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    emulator.install(monkeypatch)
-    config = config_of("gpt2")
-    fused = FusedDecoder(bfloat16_model(config, torch.device("cpu")))
-    assert _said(fused, 32, config) == []
-    for rows in (65, 128):
-        assert _said(fused, rows, config) == [
-            "attention of layers 1-2: no tile config for qkv (320 x 192)",
-            "the MLP of layers 1-2: no tile config for fc1 (256 x 192)",
-            "the head: no tile config for head (131 x 192)",
-        ]
-        rig = DecodeRig(config, torch.device("cpu"), rows)
-        logits = torch.empty(rows, config.vocab_size).bfloat16()
-        assert not fused.takes(logits, _begun(rig, rig.context()))
-
-
-@on_both("rows", gpu=[(65,), (128,)], small=[(66,)])
-def test_e4m3_weights_leave_more_than_64_rows_to_their_module(
+def test_a_network_goes_between_its_own_forward_and_fused_steps(
     device: torch.device, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = config_of("llama")
-    model = build_model(
-        config, device=device, dtype=torch.bfloat16, initialize=False, may_be_quantized=True
-    ).eval()
-    for layer in quantizable(model).values():
-        keep(layer, None)
-    model.load_state_dict(bfloat16_model(config, device).state_dict(), strict=False)
-    for layer in model.decoder.layers:
-        quantize_in_place(layer.mlp.linear_fc1, 1), quantize_in_place(layer.mlp.linear_fc2, 1)
-    fused, rig = FusedDecoder(model), DecodeRig(config, device, rows)
-    assert fused.covered([64], rig.context()).fused(MLP) == (1, 2)
-    covered = fused.covered([rows], rig.context())
-    assert [str(each) for each in covered.fallbacks] == [
-        "the MLP of layers 1-2: no tile config for fc1 (512 x 192)"
-    ]
-    assert covered.fused(ATTENTION) == (1, 2)
-    monkeypatch.setattr(decode_rig, "TOKENS", 1)
-    plain = GPTNetwork(model, fused_decode=False)
-    wanted = rig.decode(lambda *args: args[3].copy_(plain.forward(*args[:3])))
-    assert relative_error(rig.decode(fused.forward), wanted.double()) < LIMIT
-
-
-@pytest.mark.parametrize("shared", [0, 128])
-def test_experts_leave_more_than_64_rows_to_their_module(
-    shared: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Attention and dense layers between them stay fused."""
-    emulator.install(monkeypatch)
-    config = config_of(
-        "llama", num_layers=3, num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=64,
-        moe_layer_freq=(1, 0, 1), moe_shared_expert_intermediate_size=shared or None,
-    )  # fmt: skip
-    fused = FusedDecoder(bfloat16_model(config, torch.device("cpu")))
-    assert _said(fused, 32, config) == []
-    rig = DecodeRig(config, torch.device("cpu"), 1)
-    for rows in (65, 128):
-        covered = fused.covered([rows], rig.context())
-        assert [str(each) for each in covered.fallbacks] == [
-            "the MLP of layers 1, 3: more than 64 rows of experts"
-        ]
-        assert covered.fused(ATTENTION) == (1, 2, 3) and covered.fused(MLP) == (2,)
-        sources = {source for source, _ in fused.kernels_of([rows], rig.context())}
-        assert sources == {"embed", "attention", "skinny_gemm_many"}
-
-
-def test_without_wgmma_or_room_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    emulator.install(monkeypatch)
-    config = config_of("llama")
-    model = bfloat16_model(config, torch.device("cpu"))
-    assert _said(FusedDecoder(model), MAX_ROWS, config) == []
-    (many,) = {each[-13:] for each in _said(FusedDecoder(model), MAX_ROWS + 1, config)}
-    assert many == "than 128 rows"
-    fused = FusedDecoder(model)
-    small_limit = {name: replace(gemm, limit=40_000) for name, gemm in fused.gemms.items()}
-    assert all(gemm.tiling(MAX_ROWS) is None for gemm in small_limit.values())
-    monkeypatch.setattr(cuda, "has_wgmma", lambda index: False)
-    said = _said(FusedDecoder(model), MAX_ROWS, config)
-    assert len(said) == 3 and all("no tile config for" in each for each in said)
-
-
-# --- several ranks -------------------------------------------------------------------------------
-@on_both(
-    *("rows", "way"),
-    gpu=[(rows, way) for rows in (65, 128) for way in ("all-reduce", "kernel")],
-    small=[(70, "all-reduce"), (66, "kernel")],
-)
-def test_two_ranks_sum_many_rows_behind_the_gemm(
-    device: torch.device, rows: int, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No GEMM of so many rows sends its sums, or adds up others'."""
-    monkeypatch.setattr(rank_sums, "LEAST_SENT_ROWS", 1)
-    monkeypatch.setattr(rank_sums, "MOST_SUMMED_ROWS", 32)
-    config = config_of(
-        "qwen3", num_layers=1, num_attention_heads=6, num_kv_heads=2, ffn_hidden_size=512,
-        vocab_size=128,
-    )  # fmt: skip
+    """Steps of more than 64 rows of a model with a block of modules are its own forward's; all have
+    the same logits."""
+    config = config_of("llama", num_layers=1)
     model = bfloat16_model(config, device)
-    state, ranks = state_of(model), Ranks()
-    if device.type == "cpu":
-        one_at_a_time(monkeypatch)
-        monkeypatch.setattr(peer_sum, "CTAS", 1)
-    tokens = decode_rig.TOKENS
-    capacity, words = MAX_ROWS * config.hidden_size, [None, None]
-    if way == "kernel":
-        monkeypatch.setattr(PeerSum, "__call__", ranks.at_once(PeerSum.__call__))
-        monkeypatch.setattr(SkinnyGemm, "__call__", ranks.summed_at_once(SkinnyGemm.__call__))
-        memory = tuple(
-            torch.zeros(2 * 2 * capacity, dtype=torch.int64, device=device) for _ in words
-        )
-        words = [
-            PeerWords(
-                rank, memory, torch.zeros(peer_sum.LAUNCHES, dtype=torch.int32, device=device),
-                capacity, two_steps_from=None,
-            )
-            for rank in range(2)
-        ]  # fmt: skip
-    whole = DecodeRig(config, device, rows)
+    state, taken = state_of(model), []
+    forward = FusedDecoder.forward
 
-    def run(rank: int) -> Tensor:
-        share, half = rank_of(model, config, rank)
-        fused = FusedDecoder(share, all_reduce=ranks.all_reduce(rank), words=words[rank])
-        rig = DecodeRig(half, device, rows)
-        rig.tokens, rig.grids_may_wait = whole.tokens, True
-        assert not fused.covered([rows], rig.context()).fallbacks
-        if device.type == "cpu":
-            return rig.decode(fused.forward)
-        with torch.cuda.stream(torch.cuda.Stream()):
-            logits = rig.decode(fused.forward)
-            torch.cuda.current_stream().synchronize()
-            return logits
+    def noted(fused: FusedDecoder, *given: Any) -> None:
+        taken.append(len(given[0]))
+        forward(fused, *given)
 
-    with ThreadPoolExecutor(2) as pool:
-        logits = torch.cat(list(pool.map(run, range(2))), dim=2)
-    assert whole.error(logits, state) < LIMIT
-    assert (ranks.sums, ranks.sent, ranks.summed) == (3 * tokens, 0, 0)
+    monkeypatch.setattr(FusedDecoder, "forward", noted)
+    rig = DecodeRig(config, device, rows)
+    for change, count in ((lambda _: None, decode_rig.TOKENS), (subclass, 0)):
+        change(model.output_layer)
+        into = GPTNetwork(model).forward_into
+        logits = rig.decode(lambda i, p, c, out, into=into: into(out, i, p, c))
+        assert rig.error(logits, state) < LIMIT
+        assert taken == [rows] * count
+        taken.clear()
