@@ -179,30 +179,6 @@ def test_fused_blocks_draft_as_modules_do(
         assert relative_error(one, other.double()) < LIMIT
 
 
-@on_both("rows", "count", gpu=[(22, 2), (32, 2), (32, 3)], small=[(22, 2)])
-@torch.inference_mode()
-def test_more_than_64_tokens_are_drafted_as_modules_do(
-    device: torch.device, rows: int, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if device.type == "cpu":
-        monkeypatch.setattr(cuda, "has_wgmma", lambda index: True)
-    elif not cuda.has_wgmma(0):
-        pytest.skip("more rows than 64 need Hopper's TMA")
-    model = mtp_model("qwen3", device, hidden_size=192, head_dim=64)
-    wrapper = GPTNetwork(model)
-    wanted = DraftRig(model, device, rows, count).run(wrapper, fused=False)
-    rig = DraftRig(model, device, rows, count)
-    got, fused = rig.run(wrapper, fused=True), wrapper.fused_mtp()
-    assert fused is not None
-    assert {block.reason for block in fused.covered([rows], count + 1, rig.context)} == {None}
-    kernels = {source for source, _ in fused.kernels_of([rows], count + 1, rig.context)}
-    assert "skinny_gemm_many" in kernels
-    assert len(got) == len(wanted)
-    for one, other in zip(got, wanted, strict=True):
-        assert one.isfinite().all()
-        assert relative_error(one, other.double()) < LIMIT
-
-
 @on_both("columns", gpu=[(32,), (64,), (256,)], small=[(64,)])
 @torch.inference_mode()
 def test_projections_with_e4m3_weights_draft_as_modules_do(
@@ -307,8 +283,8 @@ def test_the_projection_is_measured_with_the_decoder(monkeypatch: pytest.MonkeyP
 def test_what_drafts_need_is_compiled_at_start(
     has_wgmma: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Up to 128 tokens, and those of the tokens beyond the last layer; a projection of a shape that
-    nobody measured leaves its GEMM to a module above 32, and above 64 where there is no wgmma."""
+    """Up to 64 tokens, and those of the tokens beyond the last layer; a projection of a shape that
+    nobody measured leaves its GEMM to a module above 32. A GPU with wgmma drafts no more."""
     emulator.install(monkeypatch)
     monkeypatch.setattr(cuda, "has_wgmma", lambda index: has_wgmma)
     compiled: list[tuple[str, dict[str, int]]] = []
@@ -322,19 +298,14 @@ def test_what_drafts_need_is_compiled_at_start(
     assert fused is not None and wrapper.fused_mtp() is fused
     wrapper.prepare([3, 60, 120], rig.context)
     rows = {macros["MT"] * 8 for _, macros in compiled if macros.get("K") == size}
-    # Of 1, 20 and 40 rows: 3 tokens, one of each; 60 tokens have no projection, nor have one of
-    # each of 40 rows.
-    assert rows == ({8, 32, 128} if has_wgmma else {8, 32})
+    # Of 1, 20 and 40 rows: 3 tokens, one of each; 60 and 120 tokens have no projection.
+    assert rows == {8, 32}
     windows = {(macros["WINDOW"], macros["GAPS"]) for _, macros in compiled if "GAPS" in macros}
     assert windows == {(1, 0), (3, 0), (3, 1)}, "1: of drafts beyond the last layer"
     covered = report.DecodeCoverage((), wrapper.decode_coverage().drafting)
     (told,) = [str(f) for f in covered.fallbacks if f.kind == PROJECTION]
-    at = "64" if has_wgmma else "64, 128"
-    assert told.startswith(f"the projection of layers 3-4 at {at} rows: no tile config for eh_proj")
-    many = fused.covered([43], 3, rig.context)
-    assert {block.reason for block in many} == {"more than 128 tokens"}
-    projections = [b for b in fused.covered([40], 3, rig.context) if b.kind == PROJECTION]
-    assert {b.reason is None for b in projections} == {has_wgmma}
-    assert fused.takes(1, 20, 3, rig.context) and fused.takes(1, 32, 1, rig.context)
-    assert fused.takes(1, 42, 3, rig.context) == fused.takes(1, 128, 1, rig.context) == has_wgmma
-    assert not fused.takes(1, 43, 3, rig.context) and not fused.takes(1, 129, 1, rig.context)
+    assert told.startswith("the projection of layers 3-4 at 64 rows: no tile config for eh_proj")
+    many = fused.covered([40], 3, rig.context)
+    assert {block.reason for block in many} == {"more than 64 tokens"}
+    assert fused.takes(1, 20, 3, rig.context) and not fused.takes(1, 40, 3, rig.context)
+    assert fused.takes(1, 32, 1, rig.context) and not fused.takes(1, 65, 1, rig.context)
