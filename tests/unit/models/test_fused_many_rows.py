@@ -17,7 +17,7 @@ from megatron_async.kernels.ranks.peer_sum import PeerWords
 from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.fused import where
 from megatron_async.models.fused.decoder import FusedDecoder
-from megatron_async.models.fused.report import ATTENTION, EMBEDDING, HEAD, MLP
+from megatron_async.models.fused.report import MLP
 from megatron_async.models.gpt_network import GPTNetwork
 from tests.support import decode_rig, emulator
 from tests.support.cuda_kernels import device, on_both
@@ -109,24 +109,28 @@ def _begun(rig: DecodeRig, context: Any) -> Any:
 
 
 # --- steps that are left to the modules ----------------------------------------------------------
-ALL_OR_NONE = "with more than 64 rows all blocks are, or none: "
 CPU = torch.device("cpu")
 
 
-def _reasons(fused: FusedDecoder, rows: int, config: ModelConfig, window: int = 1) -> set[str]:
-    """Why no block at all runs for so many rows: it would not be launched, nor compiled."""
-    rig = DecodeRig(config, CPU, 1)
-    context = rig.context(window=window)
-    covered = fused.covered([rows], context)
-    for kind in (EMBEDDING, ATTENTION, MLP, HEAD):
-        assert covered.fused(kind) == ()
-    assert covered.off is not None and all(each.rows == () for each in covered.fallbacks)
-    assert "skinny_gemm_many" not in {source for source, _ in fused.kernels_of([rows], context)}
+def _is_left(fused: FusedDecoder, rows: int, config: ModelConfig, most: int = 64) -> bool:
+    """Steps of so many rows are the modules', which is said: nothing is launched, or compiled."""
+    rig = DecodeRig(config, CPU, rows)
+    context = rig.context()
     logits = torch.empty(rows, config.vocab_size).bfloat16()
-    if window == 1:
-        many = DecodeRig(config, CPU, rows)
-        assert not fused.takes(logits, _begun(many, many.context()))
-    return {str(each.reason) for each in covered.fallbacks}
+    assert fused.most_rows(context) == most
+    sources = {source for source, _ in fused.kernels_of([rows], context)}
+    return (
+        fused.covered([rows], context).off == f"more than {most} rows"
+        and fused.covered([8, rows], context) == fused.covered([8], context)
+        and "skinny_gemm_many" not in sources
+        and not fused.takes(logits, _begun(rig, context))
+    )
+
+
+def _reasons(fused: FusedDecoder, config: ModelConfig) -> set[str]:
+    """Why not all blocks have kernels of 128 rows."""
+    context = DecodeRig(config, CPU, 1).context()
+    return {str(why) for place in fused._places if (why := place.why_not(MAX_ROWS, context))}
 
 
 def _is_fused(fused: FusedDecoder, rows: int, config: ModelConfig) -> bool:
@@ -154,7 +158,7 @@ def test_layer_norm_has_no_kernel_of_more_than_64_rows(rows: int) -> None:
     qkv, fc1, head = (
         f"no tile config for {n} x 192)" for n in ("qkv (320", "fc1 (256", "head (131")
     )
-    assert _reasons(fused, rows, config) == {ALL_OR_NONE + qkv, qkv, fc1, head}
+    assert _is_left(fused, rows, config) and _reasons(fused, config) == {qkv, fc1, head}
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -183,8 +187,8 @@ def test_a_block_of_modules_leaves_all_more_than_64_rows_to_theirs(
     change(model)
     fused = FusedDecoder(model)
     assert fused.covered([32], DecodeRig(config, CPU).context()).off is None
-    for rows in (65, 128):
-        assert _reasons(fused, rows, config) == {ALL_OR_NONE + reason, reason}
+    assert _reasons(fused, config) == {reason}
+    assert _is_left(fused, 65, config) and _is_left(fused, 128, config)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -198,8 +202,8 @@ def test_experts_leave_more_than_64_rows_to_modules(shared: int | None) -> None:
     covered = fused.covered([32], DecodeRig(config, CPU).context())
     assert not covered.fallbacks and covered.fused(MLP) == (1, 2, 3)
     reason = "more than 64 rows of experts"
-    for rows in (65, 128):
-        assert _reasons(fused, rows, config) == {ALL_OR_NONE + reason, reason}
+    assert _reasons(fused, config) == {reason}
+    assert _is_left(fused, 65, config) and _is_left(fused, 128, config)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -207,9 +211,12 @@ def test_drafts_leave_more_than_64_tokens_to_modules() -> None:
     config = config_of("qwen3")
     fused = FusedDecoder(bfloat16_model(config, CPU))
     assert _is_fused(fused, 66, config)
+    context = DecodeRig(config, CPU, 1).context(window=2)
+    assert fused.most_rows(context) == 64 and not fused.covered([32], context).fallbacks
     for tokens in (66, 128):
-        reasons = _reasons(fused, tokens, config, window=2)
-        assert reasons == {"more than 64 tokens of rows with drafts"}
+        assert fused.covered([tokens], context).off == "more than 64 rows"
+        sources = {source for source, _ in fused.kernels_of([tokens], context)}
+        assert "skinny_gemm_many" not in sources
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -220,14 +227,14 @@ def test_ranks_leave_more_than_64_rows_to_modules() -> None:
     share, half = rank_of(bfloat16_model(whole, CPU), whole, 0)
     memory = tuple(torch.zeros(2 * 2 * 128 * 192, dtype=torch.int64) for _ in range(2))
     launches = torch.zeros(peer_sum.LAUNCHES, dtype=torch.int32)
-    words = PeerWords(0, memory, launches, 128 * 192, two_steps_from=None)
+    words = PeerWords(0, memory, launches, 128 * 192)
     reason = "of more than 64 rows modules add up over ranks"
     for given in (None, words):
         fused = FusedDecoder(share, all_reduce=lambda tensor: None, words=given)
         covered = fused.covered([32], DecodeRig(half, CPU).context())
         assert not covered.fallbacks
-        for rows in (65, 128):
-            assert _reasons(fused, rows, half) == {ALL_OR_NONE + reason, reason}
+        assert _reasons(fused, half) == {reason}
+        assert _is_left(fused, 65, half) and _is_left(fused, 128, half)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -236,12 +243,13 @@ def test_without_wgmma_or_room_there_is_none(monkeypatch: pytest.MonkeyPatch) ->
     model = bfloat16_model(config, CPU)
     fused = FusedDecoder(model)
     assert _is_fused(fused, MAX_ROWS, config)
-    assert _reasons(fused, MAX_ROWS + 1, config) == {"more than 128 rows"}
+    assert _is_left(fused, MAX_ROWS + 1, config, most=MAX_ROWS)
     little = [replace(gemm, limit=40_000) for gemm in fused.gemms.values()]
     assert all(gemm.tiling(MAX_ROWS) is None for gemm in little)
     monkeypatch.setattr(cuda, "has_wgmma", lambda index: False)
-    said = _reasons(FusedDecoder(model), MAX_ROWS, config)
-    assert ALL_OR_NONE + "no tile config for qkv (320 x 192)" in said and len(said) == 4
+    fused = FusedDecoder(model)
+    assert _is_left(fused, 65, config)
+    assert "no tile config for qkv (320 x 192)" in _reasons(fused, config)
 
 
 @on_both("rows", gpu=[(65,), (128,)], small=[(70,)])
