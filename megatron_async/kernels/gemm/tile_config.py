@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from megatron_async.errors import ConfigError
 from megatron_async.kernels.disk_cache import cache_directory, keep
-from megatron_async.kernels.shared_memory import HOPPER_BYTES
+from megatron_async.kernels.shared_memory import HOPPER_BYTES, STATIC_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,9 @@ class TileConfig(NamedTuple):
         sent = self.owned(rows) * self.split_k * self.warps_k * 512 if in_cluster else 0
         if self.multicast:
             ring = self.stages * (2048 * self.row_tiles + 128 * rows)
-            return max(ring, sent) + 64 * (row_groups(rows) + self.owned(rows)) + 1024
+            # With a workspace there is a static word in front, and the ring is aligned.
+            rest = 64 * (row_groups(rows) + self.owned(rows)) + 1024 + STATIC_BYTES
+            return max(ring, sent) + rest
         if self.tma:
             stage = 2048 * self.row_tiles + row_groups(rows) * (8 if e4m3 else 16) * stage_k
             return self.stages * stage + 16384 + sent

@@ -145,7 +145,8 @@ def test_the_bound_of_shared_memory_is_that_of_the_source(rows: int) -> None:
     # On a GPU of so few SMs no CTA takes more than it needs.
     macros = [defines(n, k, rows, NO_NORM, ADD, RMS_NORM, each, 1) for each in cases]
     for each, taken in zip(cases, emulator.shared_bytes(KERNEL, macros), strict=True):
-        assert 0 < each.shared_bytes(k, rows) - taken <= 1024, each
+        # The word that says which CTA comes last takes 1,024 bytes in front of the others.
+        assert 1024 <= each.shared_bytes(k, rows) - taken <= 2048, each
 
 
 @pytest.mark.sweep
@@ -169,7 +170,7 @@ def test_all_that_is_tried_can_be_built(
         assert set(every) <= set(found) and bool(every) == bool(found)
         for config in every[:40]:
             macros.append(defines(n, k, MAX_ROWS, norm, epilogue, RMS_NORM, config, SMS, limit))
-            bounds.append(max(config.shared_bytes(k, MAX_ROWS), macros[-1]["MIN_SHARED"]))
+            bounds.append(max(config.shared_bytes(k, MAX_ROWS) - 1024, macros[-1]["MIN_SHARED"]))
     assert macros
     for taken, bound in zip(emulator.shared_bytes(KERNEL, macros), bounds, strict=True):
         assert taken <= bound <= limit - STATIC_BYTES

@@ -60,7 +60,7 @@ def configs(problem: GemmProblem, sm_count: int, limit: int) -> Iterator[TileCon
             continue
         for stages in range(min(12, stage_count(problem.k, 0) // split_k), 1, -1):
             config = shape._replace(stages=stages, persistent=persistent)
-            if config.can_serve(problem, limit - 1024):
+            if config.can_serve(problem, limit):
                 yield config
                 break
 
