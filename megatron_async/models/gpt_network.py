@@ -212,8 +212,9 @@ class GPTNetwork(Network):
         if self._fused is not None and context.gemm_autotune_seconds:
             from megatron_async.models.fused.autotune import tune_and_keep
 
-            seconds = context.gemm_autotune_seconds
-            tune_and_keep(self._fused, rows, seconds, self.device, self.parallel)
+            seconds, most = context.gemm_autotune_seconds, self._fused.most_rows(context)
+            fused = [count for count in rows if count <= most]
+            tune_and_keep(self._fused, fused, seconds, self.device, self.parallel)
         if self._fused_mtp is not None:
             self._prepare_drafts(self._fused_mtp, rows, context)
         if self._fused is None:
