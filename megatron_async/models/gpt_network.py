@@ -175,6 +175,8 @@ class GPTNetwork(Network):
     def claim_waiting_grids(self, owner: object) -> bool:
         """Whether the engine whose device is ``owner`` may launch kernels whose CTAs wait for each
         other; it uses the model from now on."""
+        if self.device.type != "cuda" and self._fused is None:
+            return False
         from megatron_async.device import waiting_grids
 
         ranks = self.parallel
