@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,6 +26,8 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.launch_watch import watch
+
+logger = logging.getLogger(__name__)
 
 MOST_THREADS = 16
 
@@ -130,7 +133,11 @@ class CompileAhead:
         def work() -> Any:
             if self._gives_up:
                 raise CancelledError
-            kernel = compile_()
+            try:
+                kernel = compile_()
+            except Exception:
+                logger.info("a kernel is compiled again where it is used", exc_info=True)
+                raise
             self._load(kernel, self._device)
             return kernel
 
