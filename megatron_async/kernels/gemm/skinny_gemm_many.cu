@@ -47,7 +47,7 @@ static_assert(MT % 8 == 0 && MT <= 32 && MT / 8 != 3, "blocks of 64 rows");
 static_assert(BLOCKS * RT <= 16, "sums of a thread");
 static_assert(MULTICAST * CLUSTER <= 8 && MT % MULTICAST == 0, "a cluster");
 static_assert(ST >= 2, "a stage is free when the next one has arrived");
-static_assert(!SCALES_ROWS && !SENDS && !SUMS && !ROUNDED, "not yet");
+static_assert(!SCALES_ROWS && !SENDS && !SUMS && !ROUNDED, "bfloat16, one rank");
 
 extern "C" __global__ void __cluster_dims__(CLUSTER * MULTICAST, 1, 1) __launch_bounds__(THREADS)
     skinny_gemm_many(const u16* x, const char* w, const u16* bias, const u16* norm_weight,

@@ -1,4 +1,4 @@
-// What both skinny GEMM kernels share: out = epilogue(norm(x) W^T) for few rows of x, with the weight
+// What the skinny GEMM kernels share: out = epilogue(norm(x) W^T) for few rows of x, with the weight
 // streamed once from memory.
 //
 //   x         [M, K] bf16, M <= 8 * MT             W  [N, K] bf16, row major
@@ -30,7 +30,10 @@
 // A kernel defines, before it includes this file: WARPS, WARP_TILES (16-row tiles of W that a warp
 // accumulates), TILES (of a CTA), INTERLEAVED (1: a warp's tiles are WARPS apart, and those of some lie
 // behind the CTA's), WK (warps that share K), RING_BYTES, MAINLOOP_BYTES (shared memory of its main
-// loop), LATE_RESIDUAL (1: the residual is read only after the workspace reduction) and `shared`.
+// loop), LATE_RESIDUAL (1: the residual is read only after the workspace reduction) and `shared`. Where a
+// warp has sums of some rows of x alone (skinny_gemm_many.cu), also WARP_GROUPS, GROUP, HAS_SUMS (of this
+// warp), GATHERED (1: it reduces the workspace itself), FIRST_PEER (the cluster's CTA that has the same tile
+// and the first part of K), and SENT_AT 0 where partial sums take the ring's place.
 //
 // Its body includes, in this order, skinny_gemm_{begin,prefetch,send,input,finish,finish_tile,reduce}.cuh,
 // and some of these skinny_gemm_{scale,sum}.cuh, which use its variables by name. They are text, not
