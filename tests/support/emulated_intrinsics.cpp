@@ -20,6 +20,7 @@ namespace emulator {
 Place* place;
 
 float number_of(u32 bits, int exponent, int mantissa, int bias);
+float float_of_half(u32 bits);
 namespace {
 
 struct Barrier {
@@ -63,6 +64,7 @@ struct Block {
   Barrier barrier, predecessor;
   std::vector<Warp> warps;
   std::vector<Barrier> warpgroups;
+  std::map<int, Barrier> named;
   int running = 0;  // threads
   int held = 0;     // rounds for which no thread goes on
   Cluster* cluster = nullptr;
@@ -82,6 +84,8 @@ struct Product {
   const u32* own = nullptr;  // in place of a: registers, read when the product is awaited
   bool e4m3 = false;         // 32 columns of bytes, in place of 16 of bfloat16
   bool adds = true;          // to what the sums are
+  bool half = false;         // float16, in place of bfloat16
+  unsigned apart = 0;        // of b[16 x columns], not transposed: bytes from 64 columns to the next
 };
 
 // Where a fiber runs. Making one takes system calls, so that one fiber after another has it.
@@ -231,9 +235,12 @@ void issue(unsigned into, const void* from, size_t size = 16) {
     fiber->issued.push_back(c);
 }
 
-float swizzled(unsigned matrix, int row, int k) {
-  const unsigned at = matrix + row / 8 * 1024 + row % 8 * 128 + k * 2;
-  return __uint_as_float((u32) * (const u16*)shared_at(at ^ (at >> 7 & 7) << 4, 2) << 16);
+float number(u32 bits, bool half) { return half ? float_of_half(bits) : __uint_as_float(bits << 16); }
+float swizzled_number(unsigned at, bool half) {
+  return number(*(const u16*)shared_at(at ^ (at >> 7 & 7) << 4, 2), half);
+}
+float swizzled(unsigned matrix, int row, int k, bool half) {
+  return swizzled_number(matrix + row / 8 * 1024 + row % 8 * 128 + k * 2, half);
 }
 float swizzled_e4m3(unsigned matrix, int row, int k) {
   const unsigned at = matrix + row / 8 * 1024 + row % 8 * 128 + k;
@@ -244,6 +251,9 @@ float swizzled_e4m3(unsigned matrix, int row, int k) {
     return made;
   }();
   return numbers[*(const unsigned char*)shared_at(at ^ (at >> 7 & 7) << 4, 1)];
+}
+float swizzled_column(unsigned matrix, int column, int k, unsigned apart, bool half) {
+  return swizzled_number(matrix + column / 64 * apart + k * 128 + column % 64 * 2, half);
 }
 struct Registers {
   u32 a[4];
@@ -260,12 +270,13 @@ void multiply(const Product& p, const Registers* own) {
     for (int k = 0; k < 16; k++) {
       float v;
       if (own == nullptr) {
-        v = swizzled(p.a, row, k);
+        v = swizzled(p.a, row, k, p.half);
       } else {
         const u32 pair = of_lane(own, lane / 4 * 4 + k % 8 / 2).a[j % 4 / 2 + k / 8 * 2];
-        v = __uint_as_float(k % 2 ? pair & 0xffff0000u : pair << 16);
+        v = number(k % 2 ? pair >> 16 : pair & 0xffff, p.half);
       }
-      p.sums[j] += v * swizzled(p.b, column, k);
+      p.sums[j] += v * (p.apart ? swizzled_column(p.b, column, k, p.apart, p.half)
+                                : swizzled(p.b, column, k, p.half));
     }
   }
 }
@@ -355,6 +366,15 @@ void wgmma_e4m3(float* sums, int columns, u32 a, u32 b, bool adds) {
   wgmma(sums, columns, a, b);
   fiber->products.back().e4m3 = true, fiber->products.back().adds = adds;
 }
+void wgmma_or_set(float* sums, int columns, u32 a, u32 b, bool adds, bool half) {
+  wgmma(sums, columns, a, b);
+  fiber->products.back().adds = adds, fiber->products.back().half = half;
+}
+void wgmma_of_columns(float* sums, int columns, const u32* a, u32 b, u32 apart, bool half) {
+  if (b % 1024 || apart % 1024) fail("misaligned matrix");
+  fiber->products.push_back({sums, columns, 0, b, a});
+  fiber->products.back().apart = apart, fiber->products.back().half = half;
+}
 void end_wgmma() {
   fiber->product_groups.push_back(std::move(fiber->products));
   fiber->products.clear();
@@ -425,6 +445,20 @@ void publish_to_peer(u32* at, Vec v) {
 }
 
 void wait_a_little() { give_way(); }
+
+void sync_named(int which, int threads) {
+  Barrier& barrier = fiber->block->named[which];
+  barrier.expected = threads;
+  arrive_and_wait(barrier);
+}
+void arrive_named(int which, int threads) {
+  Barrier& barrier = fiber->block->named[which];
+  barrier.expected = threads;
+  if (++barrier.arrived < threads) return;
+  barrier.arrived = 0;
+  barrier.generation++;
+  events++;
+}
 
 void wait_for_predecessor() {
   arrive_and_wait(fiber->block->predecessor);

@@ -60,6 +60,8 @@ void await_copies(size_t pending);
 void wgmma(float* sums, int columns, u32 a, u32 b);
 void wgmma(float* sums, int columns, const u32* a, u32 b);
 void wgmma_e4m3(float* sums, int columns, u32 a, u32 b, bool adds);
+void wgmma_or_set(float* sums, int columns, u32 a, u32 b, bool adds, bool half);
+void wgmma_of_columns(float* sums, int columns, const u32* a, u32 b, u32 apart, bool half);
 void end_wgmma();
 void await_wgmma(size_t pending);
 void send(u32 into, const void* value, u32 size, u32 barrier);
@@ -122,6 +124,7 @@ inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __expf(float v) { return std::exp(v); }
 inline float power_of_two(float v) { return std::exp2(v); }
+inline float flushed_power_of_two(float v) { return v < -126.f ? 0.f : std::exp2(v); }
 inline float quotient(float a, float b) { return a / b; }
 inline float square_root(float v) { return std::sqrt(v); }
 inline float __uint_as_float(u32 v) {
@@ -204,6 +207,8 @@ inline void prefetch_tensor_map(const TensorMap&) {}
 inline u32 load_shared_pair(u32 at) { return *(u16*)emulator::shared_at(at, 2); }
 inline Vec load_shared(u32 at) { return *(Vec*)emulator::shared_at(at, 16); }
 inline void store_shared(u32 at, Vec v) { *(Vec*)emulator::shared_at(at, 16) = v; }
+inline u32 load_shared_word(u32 at) { return *(u32*)emulator::shared_at(at, 4); }
+inline void store_shared_word(u32 at, u32 v) { *(u32*)emulator::shared_at(at, 4) = v; }
 inline Vec load_l2_vec(const void* p) { return *emulator::checked((const Vec*)p); }
 template <typename T>
 T load_l2(const T* p) {
@@ -240,6 +245,24 @@ template <int COLUMNS>
 void wgmma_e4m3(float (&d)[COLUMNS / 2], u32 a, u32 b, bool adds) {
   emulator::wgmma_e4m3(d, COLUMNS, a, b, adds);
 }
+#ifndef HALF
+#define HALF 0
+#endif
+template <int COLUMNS>
+void wgmma_or_set(float (&d)[COLUMNS / 2], u32 a, u32 b, bool adds) {
+  emulator::wgmma_or_set(d, COLUMNS, a, b, adds, HALF);
+}
+template <int COLUMNS>
+void wgmma_of_columns(float (&d)[COLUMNS / 2], u32 (&a)[4], u32 b, u32 apart) {
+  emulator::wgmma_of_columns(d, COLUMNS, a, b, apart, HALF);
+}
+void sync_named(int which, int threads);
+void arrive_named(int which, int threads);
+inline void publish_stores() {}
+template <int LEFT>
+void give_registers() {}
+template <int WANTED>
+void take_registers() {}
 inline void keep(u32 (&)[4]) {}
 inline void begin_wgmma() {}
 inline void end_wgmma() { emulator::end_wgmma(); }

@@ -20,6 +20,7 @@ import torch
 
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import decode_attention as attention
+from megatron_async.kernels.attention import prefill_attention
 from megatron_async.kernels.gemm import skinny_gemm
 from megatron_async.kernels.launch_watch import watch
 from megatron_async.kernels.moe import row as moe_row
@@ -64,7 +65,7 @@ _STATIC = re.compile(r"__shared__ u32 (\w+);")
 """A word of a block. A kernel has one at most."""
 _CLUSTER = {
     "skinny_gemm_many": "CLUSTER * MULTICAST", "embed": "1", "embed_share": "1", "sample": "C",
-    "moe_row": "1", "moe_widened": "1",
+    "moe_row": "1", "moe_widened": "1", "prefill_attention": "1",
     "peer_sum": "1", "peer_best": "1", "peer_rows": "1", "mailbox": "1",
 }  # fmt: skip
 """CTAs of a cluster, where that is not ``CLUSTER``."""
@@ -76,6 +77,7 @@ _WRITTEN_BEFORE = {
     "skinny_gemm_wgmma": ("x_map", "stats_in", "input_scale", "residual", "launches"),
     "skinny_gemm_many": ("x_map", "stats_in", "residual"),
     "attention": ("qkv",),
+    "prefill_attention": ("query", "chunks", "key_map", "value_map"),
     "embed": ("token_ids", "position_ids"),
     "embed_share": ("token_ids", "position_ids"),
     "sample": (0,),
@@ -214,7 +216,7 @@ def _kernel(source: str, defines: tuple[tuple[str, int], ...]) -> EmulatedKernel
 def install(monkeypatch: pytest.MonkeyPatch, sm_count: int = SM_COUNT) -> None:
     """Let the wrappers of the CUDA kernels, and the fused forward, work on a CPU."""
     for module in (
-        skinny_gemm, attention, embed, sample, moe_row, moe_widened, peer_sum, peer_best, peer_rows,
+        skinny_gemm, attention, prefill_attention, embed, sample, moe_row, moe_widened, peer_sum, peer_best, peer_rows,
         mailbox,
     ):  # fmt: skip
         monkeypatch.setattr(module, "kernel", kernel)

@@ -26,6 +26,12 @@ __device__ __forceinline__ float power_of_two(float v) {
   asm("ex2.approx.f32 %0, %1;" : "=f"(r) : "f"(v));
   return r;
 }
+// The same, but below 2^-126 it is 0: a third of the instructions.
+__device__ __forceinline__ float flushed_power_of_two(float v) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
 __device__ __forceinline__ float quotient(float a, float b) {
   float r;
   asm("div.full.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
@@ -110,11 +116,15 @@ __device__ __forceinline__ u32 permute(u32 word, u32 which) {
   asm("prmt.b32 %0, %1, %1, %2;" : "=r"(r) : "r"(word), "r"(which));
   return r;
 }
+#endif
+#if E4M3 || HALF
 __device__ __forceinline__ u32 pack_half(float lo, float hi) {
   u32 r;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
   return r;
 }
+#endif
+#if E4M3
 // c[16x8] += a[16x16] b[16x8], float16 in, fp32 out.
 __device__ __forceinline__ void mma_half(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
@@ -129,7 +139,7 @@ __device__ __forceinline__ void mma_half(float (&c)[4], u32 a0, u32 a1, u32 a2, 
 __device__ __forceinline__ void init_barrier(u32 barrier) {
   asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier) : "memory");
 }
-#if MULTICAST
+#if MULTICAST || QUERY_TILES
 // One whose phases end when so many threads of the cluster have arrived.
 __device__ __forceinline__ void init_barrier(u32 barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -139,6 +149,8 @@ __device__ __forceinline__ void init_barrier(u32 barrier, u32 arrivals) {
 __device__ __forceinline__ void arrive_at(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+#endif
+#if MULTICAST
 // The same TMA tile for all blocks of the cluster that `mask` has a bit of: each is written, and its barrier
 // told, at these addresses in its own shared memory.
 __device__ __forceinline__ void tma_multicast(u32 into, const TensorMap& map, int a, int b, u32 barrier,
@@ -204,6 +216,14 @@ __device__ __forceinline__ void store_shared(u32 at, Vec v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z),
                "r"(v.w)
                : "memory");
+}
+__device__ __forceinline__ u32 load_shared_word(u32 at) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_shared_word(u32 at, u32 v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
 }
 // Activations come from L2: another SM wrote them, perhaps after this kernel started.
 __device__ __forceinline__ Vec load_l2_vec(const void* p) {
@@ -334,7 +354,7 @@ __device__ __forceinline__ unsigned long long descriptor(u32 at) {
 #define SUMS_32 \
   SUMS_24, "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), \
   "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-#if MULTICAST
+#if MULTICAST || QUERY_TILES
 #define REGISTERS_40 REGISTERS_32 ",%32,%33,%34,%35,%36,%37,%38,%39"
 #define REGISTERS_48 REGISTERS_40 ",%40,%41,%42,%43,%44,%45,%46,%47"
 #define REGISTERS_56 REGISTERS_48 ",%48,%49,%50,%51,%52,%53,%54,%55"
@@ -487,6 +507,79 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[COLUMNS / 2], u32 a_at, u3
     static_assert(COLUMNS == 64, "columns");
     WGMMA_E4M3(64, REGISTERS_32, 32, 33, 34, SUMS_32);
   }
+}
+#endif
+#if QUERY_TILES
+#if HALF
+#define OPERANDS "f16.f16"
+#else
+#define OPERANDS "bf16.bf16"
+#endif
+#define WGMMA_OR_SET(COLUMNS, REGISTERS, A, B, ADDS, SUMS)                     \
+  asm volatile(                                                               \
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADDS ", 0;\n"                 \
+      "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." OPERANDS " "        \
+      "{" REGISTERS "}, %" #A ", %" #B ", add, 1, 1, 0, 0;\n}"                \
+      : SUMS                                                                  \
+      : "l"(a), "l"(b), "r"((u32)adds)                                        \
+      : "memory")
+// Four warps together, as above; without `adds` d becomes the product. Operands are bfloat16, or float16 with
+// HALF.
+template <int COLUMNS>
+__device__ __forceinline__ void wgmma_or_set(float (&d)[COLUMNS / 2], u32 a_at, u32 b_at, bool adds) {
+  const unsigned long long a = descriptor(a_at), b = descriptor(b_at);
+  if constexpr (COLUMNS == 64) {
+    WGMMA_OR_SET(64, REGISTERS_32, 32, 33, 34, SUMS_32);
+  } else {
+    static_assert(COLUMNS == 128, "columns");
+    WGMMA_OR_SET(128, REGISTERS_64, 64, 65, 66, SUMS_64);
+  }
+}
+#define WGMMA_OF_COLUMNS(COLUMNS, REGISTERS, A0, A1, A2, A3, B, SUMS)             \
+  asm volatile(                                                                  \
+      "{\n.reg .pred add;\nsetp.eq.u32 add, 0, 0;\n"                             \
+      "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." OPERANDS " "           \
+      "{" REGISTERS "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B            \
+      ", add, 1, 1, 1;\n}"                                                       \
+      : SUMS                                                                     \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)                       \
+      : "memory")
+// d[64 x COLUMNS] += a[64 x 16] b[16 x COLUMNS]: `a` in registers, b in shared memory as TMA brings it, 64
+// columns of a row next to each other, and `apart` bytes behind them the next 64 of all rows.
+template <int COLUMNS>
+__device__ __forceinline__ void wgmma_of_columns(float (&d)[COLUMNS / 2], u32 (&a)[4], u32 b_at, u32 apart) {
+  const unsigned long long b =
+      (b_at >> 4 & 0x3fffull) | (unsigned long long)(apart >> 4) << 16 | 64ull << 32 | 1ull << 62;
+  if constexpr (COLUMNS == 64) {
+    WGMMA_OF_COLUMNS(64, REGISTERS_32, 32, 33, 34, 35, 36, SUMS_32);
+  } else if constexpr (COLUMNS == 128) {
+    WGMMA_OF_COLUMNS(128, REGISTERS_64, 64, 65, 66, 67, 68, SUMS_64);
+  } else if constexpr (COLUMNS == 192) {
+    WGMMA_OF_COLUMNS(192, REGISTERS_96, 96, 97, 98, 99, 100, SUMS_96);
+  } else {
+    static_assert(COLUMNS == 256, "columns");
+    WGMMA_OF_COLUMNS(256, REGISTERS_128, 128, 129, 130, 131, 132, SUMS_128);
+  }
+}
+// So many threads, whole warps, have arrived at barrier `which`, 1 to 15, of the block: some wait, others go on.
+__device__ __forceinline__ void sync_named(int which, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(which), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void arrive_named(int which, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(which), "r"(threads) : "memory");
+}
+// What this thread has written to shared memory is there for wgmma, and for TMA, of whoever is told so.
+__device__ __forceinline__ void publish_stores() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// A warpgroup gives registers of its threads to another one.
+template <int LEFT>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LEFT));
+}
+template <int WANTED>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WANTED));
 }
 #endif
 __device__ __forceinline__ void keep(u32 (&a)[4]) {

@@ -13,6 +13,7 @@ from megatron_async.kernels.attention.decode_arguments import (
     AttentionArguments,
     E4m3AttentionArguments,
 )
+from megatron_async.kernels.attention.prefill_attention import PrefillArguments
 from megatron_async.kernels.gemm.skinny_gemm import (
     E4m3Arguments,
     MmaArguments,
@@ -38,6 +39,7 @@ RECORDS: dict[str, Any] = {
     "skinny_gemm_mma": MmaArguments,
     "skinny_gemm_wgmma": WgmmaArguments,
     "attention": AttentionArguments,
+    "prefill_attention": PrefillArguments,
     "embed": EmbedArguments,
     "embed_share": EmbedShareArguments,
     "moe_row": RowArguments,
@@ -60,6 +62,7 @@ SCALING = {
 }
 """What kernels read with e4m3 weights, where their text says SCALING."""
 WEIGHTS = torch.bfloat16, torch.float8_e4m3fn
+NUMBERS = torch.bfloat16, torch.float16
 VALUES = {"int": int, "float": float, "TensorMap": cuda.TensorMap}
 
 
@@ -96,7 +99,8 @@ def parameters_of(
             found.append((words[-1], torch.Tensor, (torch.float8_e4m3fn,)))
         elif "*" in words:
             of_weights = WEIGHTS + ((torch.uint8,) if kernel == "moe_row" else ())
-            of_kind = of_weights if kind == "Weight" else (POINTERS[kind],)
+            several = {"Weight": of_weights, "Number": NUMBERS}
+            of_kind = several[kind] if kind in several else (POINTERS[kind],)
             found.append((words[-1], torch.Tensor, of_kind))
         else:
             found.append((words[-1], VALUES[kind], ()))
