@@ -3,9 +3,9 @@
     python scripts/bench_prefill_attention.py [--block-size N]
 
 For each shape a line for each way: milliseconds (the median of some calls), TFLOP/s of the causal
-products, and milliseconds of the first call, which compiles or makes plans. "Triton" and "cuDNN"
-attend to a KV cache, each beside its parts; other libraries get contiguous keys and values where
-they are installed. ``error`` is the largest difference from the Triton kernel.
+products, and milliseconds of the first call, which compiles or makes plans. "Triton" and "CUDA"
+attend to a KV cache; libraries get contiguous keys and values where they are installed. ``error``
+is the largest difference from the Triton kernel.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_async.kernels.attention import paged_prefill, whole_prefill
-from megatron_async.step.packet import PlacedChunk
+from megatron_async.kernels.attention import prefill_attention
+from megatron_async.kernels.attention.paged_prefill_triton import paged_mixed_attention_triton
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SCALE = HEAD_DIM**-0.5
@@ -31,6 +31,8 @@ SHAPES = ((2, 4096, 0), (1, 8192, 0), (1, 8192, 24576), (1, 512, 4096), (16, 512
 """Chunks, their length, and the tokens in front of each."""
 LIMIT_MS = 120
 """So long a way is timed for a shape, behind its first call."""
+AT_ONCE = 5
+"""Calls that are timed together, so that what the host does is hidden."""
 Way = tuple[str, Callable[[], Any]]
 
 
@@ -41,8 +43,7 @@ class Inputs(NamedTuple):
     keys: Tensor
     values: Tensor
     table: Tensor
-    chunks: tuple[PlacedChunk, ...]
-    chunk_table: Tensor
+    chunks: Tensor
     out: Tensor
     whole: Tensor
     """Keys and values ``[2, tokens, Hkv, D]`` of all sequences."""
@@ -56,62 +57,39 @@ def inputs_of(count: int, length: int, start: int, block_size: int) -> Inputs:
     whole, columns = start + length, -(-(start + length) // block_size)
     cache = torch.randn(2, count * columns, block_size, KV_HEADS, HEAD_DIM, **like)
     table = torch.randperm(count * columns, device="cuda").view(count, columns)
-    chunks = tuple(PlacedChunk(n, n * length, length, start) for n in range(count))
+    chunks = [(n, n * length, length, start) for n in range(count)]
     query = torch.randn(count * length, HEADS, HEAD_DIM, **like)
-    gathered = [
-        whole_prefill.gather_blocks(*cache, table, [n], whole, whole, torch.bfloat16)[:, 0]
-        for n in range(count)
-    ]
+    gathered = [each[table].flatten(1, 2)[:, :whole].flatten(0, 1) for each in cache]
     places = torch.arange(count + 1, dtype=torch.int32, device="cuda")
     return Inputs(
-        query, *cache, table, chunks, torch.tensor(chunks, dtype=torch.int32, device="cuda"),
-        torch.empty_like(query), torch.cat(gathered, dim=1), places * length, places * whole,
+        query, *cache, table, torch.tensor(chunks, dtype=torch.int32, device="cuda"),
+        torch.empty_like(query), torch.stack(gathered), places * length, places * whole,
     )  # fmt: skip
 
 
 def ours(x: Inputs) -> Iterator[Way]:
-    """The Triton kernel, cuDNN over the cache, and the parts of that."""
-    cache = (x.keys, x.values, x.table)
+    """Kernels over the cache: the one that an engine takes, and Triton's."""
+    given = (x.query, x.keys, x.values, x.table, x.chunks, SCALE, x.out)
 
-    def triton_kernel() -> Tensor:
-        paged_prefill.paged_mixed_attention(x.query, *cache, x.chunk_table, SCALE, x.out)
+    def attended(call: Callable[..., None]) -> Tensor:
+        call(*given)
         return x.out
 
-    def library() -> Tensor:
-        out = whole_prefill.whole_mixed_attention(x.query, *cache, x.chunks, SCALE, None)
-        if out is None:
-            raise RuntimeError("refused")
-        return out
-
-    yield "Triton", triton_kernel
-    yield "cuDNN over the cache", library
-    run = whole_prefill.runs_of(x.chunks)[0]
-    chunk, slots, grid = run[0], [each.slot for each in run], whole_prefill.GRID
-    before = chunk.start // grid * grid
-    side = whole_prefill.size_of_square(chunk.start - before + chunk.length)
-    end = chunk.start + chunk.length
-    gather = partial(whole_prefill.gather_blocks, *cache, slots, before + side, end, torch.bfloat16)
-    parts = f"  of {len(run)} together:"
-    yield f"{parts} gather", gather
-    keys, values = gather()
-    query = x.query.new_zeros(len(run), side, HEADS, HEAD_DIM)
-    part = whole_prefill.attend_part
-    square = (query, keys[:, before:], values[:, before:], SCALE)
-    yield f"{parts} square", partial(part, *square, causal=True, wants_mass=before > 0)
-    out, mass = part(*square, causal=True)
-    if before:
-        at = whole_prefill.pieces(before, whole_prefill.KEY_BITS)[0]
-        given = (query, keys[:, at], values[:, at], SCALE)
-        yield f"{parts} first piece", partial(part, *given)
-        other = (out[0].clone(), mass[0].clone())
-        yield f"{parts} merge", partial(whole_prefill.merge, out[0], mass[0], *other)
-    yield f"{parts} copy, where others are in the step", partial(torch.clone, out)
+    yield "Triton", partial(attended, paged_mixed_attention_triton)
+    if prefill_attention.attends(x.query, x.keys):
+        yield "CUDA", partial(attended, prefill_attention.prefill_attention)
 
 
 def others(x: Inputs) -> Iterator[Way]:
-    """Libraries' attention of variable lengths, the last query at the last key."""
-    longest = [x.chunks[0].length, x.chunks[0].start + x.chunks[0].length]
+    """cuDNN's attention of whole sequences, and libraries' of variable lengths, the last query at
+    the last key."""
+    _, _, length, start = x.chunks[0].tolist()
+    longest = [length, start + length]
     given = (x.query, *x.whole, x.query_starts, x.key_starts, *longest)
+    if not start:
+        dense = [each.unflatten(0, (-1, length)).transpose(1, 2) for each in (x.query, *x.whole)]
+        call = partial(torch.ops.aten._scaled_dot_product_cudnn_attention, *dense, None, False)
+        yield "cuDNN", lambda: call(0.0, True, False, scale=SCALE)[0].transpose(1, 2).flatten(0, 1)
     varlen = found("torch.nn.attention.varlen", "varlen_attn")
     if varlen is not None:
         if "enable_gqa" in inspect.signature(varlen).parameters:
@@ -174,10 +152,11 @@ def milliseconds(call: Callable[[], Any]) -> tuple[float, float]:
     while len(took) < 3 or (len(took) < 20 and time.perf_counter() < until):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        call()
+        for _ in range(AT_ONCE):
+            call()
         end.record()
         end.synchronize()
-        took.append(start.elapsed_time(end))
+        took.append(start.elapsed_time(end) / AT_ONCE)
     return first, statistics.median(took)
 
 
@@ -195,15 +174,11 @@ def bench(shape: tuple[int, int, int], block_size: int) -> None:
         except Exception as error:  # whatever a library refuses with
             print(f"  {name}: {type(error).__name__}: {str(error)[:150]}", flush=True)
             continue
-        line = f"  {name}: {took:.3f}"
-        if not name.startswith(" "):
-            result = result[0] if isinstance(result, tuple) else result
-            if expected is None:
-                expected = result.float()
-            error = (result.float() - expected).abs().max().item()
-            line += f", {flops / took * 1e-9:,.0f}, {first:.1f}, {error:.1e}"
-        else:
-            line += f", first {first:.1f}"
+        result = result[0] if isinstance(result, tuple) else result
+        if expected is None:
+            expected = result.float()
+        error = (result.float() - expected).abs().max().item()
+        line = f"  {name}: {took:.3f}, {flops / took * 1e-9:,.0f}, {first:.1f}, {error:.1e}"
         print(line, flush=True)
 
 

@@ -21,12 +21,10 @@ from megatron_async.runner.prompt_log_probs import PromptTargets
 from megatron_async.runner.step_program import StepProgram
 from megatron_async.step.packet import (
     CPU_ROW_MULTIPLE,
-    PlacedChunk,
     StepShape,
     padded_tokens,
-    placed_chunks,
 )
-from megatron_async.step.plan import Plan, SampleShape
+from megatron_async.step.plan import SampleShape
 
 if TYPE_CHECKING:
     from megatron_async.kernels.compile_ahead import CompileAhead
@@ -285,15 +283,14 @@ class StepGraphs:
         """:meth:`step` with the same; None where S is another one than that of such windows."""
         return self._guided_step.get(sampled)
 
-    def launch_mixed(self, shape: StepShape, targets: PromptTargets | None, plan: Plan) -> None:
+    def launch_mixed(self, shape: StepShape, targets: PromptTargets | None) -> None:
         """H2D -> F of a step with prefill chunks, from its graph if it has one. There is none for
         steps with log-probabilities of prompts."""
         graph = self._mixed.get((shape.tokens, shape.window)) if targets is None else None
         if graph is not None:
             graph.replay()
         else:
-            placed = placed_chunks(plan) if self._device.captures else ()
-            self._device.enqueue(partial(self._mixed_work, shape, targets, placed), MIXED)
+            self._device.enqueue(partial(self._mixed_work, shape, targets), MIXED)
 
     def release(self) -> None:
         """Drop all graphs: on the CPU what they replay refers back to this object."""
@@ -304,14 +301,9 @@ class StepGraphs:
             graphs.clear()
         self._control = self._between = None
 
-    def _mixed_work(
-        self,
-        shape: StepShape,
-        targets: PromptTargets | None = None,
-        placed: tuple[PlacedChunk, ...] = (),
-    ) -> None:
+    def _mixed_work(self, shape: StepShape, targets: PromptTargets | None = None) -> None:
         self._program.load_mixed(shape)
-        self._program.forward_mixed(shape, targets, placed)
+        self._program.forward_mixed(shape, targets)
 
     def _forward_work(
         self, rows: int, window: int, between: Callable[[], None] | None = None

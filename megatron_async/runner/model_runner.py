@@ -341,7 +341,7 @@ class ModelRunner:
                 targets = _prompt_targets(plan)
                 if targets is not None and targets.layers and self._hidden_states is None:
                     self._start_hidden_states()
-                graphs.launch_mixed(shape, targets, plan)
+                graphs.launch_mixed(shape, targets)
         if self._routes is not None:
             self._routes.publish(plan.number, shape.tokens)
         if plan.snapshots:

@@ -22,7 +22,6 @@ from megatron_async.models.parallel import ModelParallel
 from megatron_async.runner.drafter import Drafter, MixedTokens, SampledRows
 from megatron_async.runner.memory.attention_metadata import (
     AttentionMetadata,
-    chunks_apart,
     metadata_of_mixed,
 )
 from megatron_async.runner.memory.forward_batch import ForwardBatch
@@ -30,7 +29,7 @@ from megatron_async.runner.memory.recurrent_states import RecurrentStates, StepS
 from megatron_async.runner.prompt_log_probs import PromptLogProbs, PromptTargets
 from megatron_async.runner.sampling_stage import SamplingExtras, SamplingStage
 from megatron_async.step import packet
-from megatron_async.step.packet import PacketLayout, PlacedChunk, StepShape, padded_tokens
+from megatron_async.step.packet import PacketLayout, StepShape, padded_tokens
 from megatron_async.step.plan import SampleShape
 from megatron_async.step.slot_fields import Source
 
@@ -319,15 +318,9 @@ class StepProgram:
         self._forward(self._pending_logits[: rows * window], ids, positions, hidden)
         state.kv_length[slots] = lengths + (~state.finished[slots]).long()
 
-    def forward_mixed(
-        self,
-        shape: StepShape,
-        targets: PromptTargets | None = None,
-        placed: tuple[PlacedChunk, ...] = (),
-    ) -> None:
+    def forward_mixed(self, shape: StepShape, targets: PromptTargets | None = None) -> None:
         """Decode rows first, then prefill chunks, then padding. ``targets``: log-probabilities of
-        prompt tokens are wanted too. ``placed`` are the chunks where this runs for them alone,
-        outside of graphs: their lengths may then steer what is launched."""
+        prompt tokens are wanted too."""
         batch, layout, state = self._batch, self._layout, self._state
         records = self._row_records[: shape.rows]
         chunks = self._packet[layout.chunks : layout.assignments].view(-1, packet.CHUNK_WIDTH)
@@ -361,8 +354,6 @@ class StepProgram:
             null_slot=batch.null_slot,
             read_lengths=not self._device.captures,
         )
-        if placed:
-            metadata = metadata._replace(apart=chunks_apart(chunks[: shape.rows], placed))
         if batch.states is not None:
             self._begin_mixed(batch.states, shape, decodes, chunks[: shape.rows])
         logits = self._pending_logits[: shape.rows * shape.window]

@@ -37,15 +37,6 @@ CHUNK_SLOT, CHUNK_FIRST, CHUNK_LENGTH, CHUNK_START = range(4)
 CHUNK_WIDTH = 4
 
 
-class PlacedChunk(NamedTuple):
-    """A prefill chunk as its columns say."""
-
-    slot: int
-    first: int
-    length: int
-    start: int
-
-
 ASSIGNMENT_WIDTH = 3
 
 # Columns of a token. Position -1 means "the device knows": the slot's last token at its length;
@@ -116,15 +107,6 @@ class StepShape(NamedTuple):
     rows: int
     tokens: int
     window: int = 1
-
-
-def placed_chunks(plan: Plan) -> tuple[PlacedChunk, ...]:
-    """The prefill chunks of ``plan``, whose tokens follow those of the decode rows."""
-    found, at = [], plan.decode_tokens
-    for chunk in plan.prefills:
-        found.append(PlacedChunk(chunk.slot, at, len(chunk.tokens), chunk.start))
-        at += len(chunk.tokens)
-    return tuple(found)
 
 
 def write_packet(

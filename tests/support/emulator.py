@@ -216,8 +216,8 @@ def _kernel(source: str, defines: tuple[tuple[str, int], ...]) -> EmulatedKernel
 def install(monkeypatch: pytest.MonkeyPatch, sm_count: int = SM_COUNT) -> None:
     """Let the wrappers of the CUDA kernels, and the fused forward, work on a CPU."""
     for module in (
-        skinny_gemm, attention, prefill_attention, embed, sample, moe_row, moe_widened, peer_sum, peer_best, peer_rows,
-        mailbox,
+        skinny_gemm, attention, prefill_attention, embed, sample, moe_row, moe_widened, peer_sum,
+        peer_best, peer_rows, mailbox,
     ):  # fmt: skip
         monkeypatch.setattr(module, "kernel", kernel)
     monkeypatch.setattr(cuda, "sm_count", lambda device_index: sm_count)

@@ -324,7 +324,6 @@ OF_OTHERS = {
     "_proj_and_transformer_layer",
     "_replace_state_dict_keys_with_sharded_keys",
     "_sample",
-    "_scaled_dot_product_cudnn_attention",
     "_scaled_mm",
     "_update_model_kwargs_for_generation",
     "_valid_auto_compile_criteria",

@@ -7,10 +7,6 @@ import torch
 from megatron_async.kernels.attention.e4m3_cache import read
 from megatron_async.kernels.attention.paged_attention import has_kernel, masked_attention
 
-LEAST_LIBRARY_TOKENS = 1024
-"""Shorter chunks attend in the Triton kernel even where a library attends for long ones. Not
-measured yet."""
-
 
 def paged_mixed_attention(
     query: torch.Tensor,
@@ -39,8 +35,9 @@ def paged_mixed_attention(
     ``invariant`` chunks, which are not latent, give a token the bits of an invariant decode row
     (``paged_decode.paged_decode_attention``), on CUDA where :func:`has_kernel` says so.
 
-    On CUDA this is the Triton kernel, whose launch depends on shapes alone, where
-    :func:`has_kernel` says so; the reference reads ``chunks`` on the host.
+    On CUDA this is a kernel whose launch depends on shapes alone: ``prefill_attention.cu`` where
+    ``prefill_attention.attends`` says so, else Triton's where :func:`has_kernel` does. The
+    reference reads ``chunks`` on the host.
     """
     if invariant and latent is None and has_kernel(query):
         from megatron_async.kernels.attention.invariant.invariant_triton import invariant_chunks
@@ -50,6 +47,15 @@ def paged_mixed_attention(
             window=window, soft_cap=soft_cap, sinks=sinks,
         )  # fmt: skip
         return
+    if query.is_cuda:
+        from megatron_async.kernels.attention import prefill_attention
+
+        if prefill_attention.attends(query, key_cache, latent=latent, sinks=sinks):
+            prefill_attention.prefill_attention(
+                query, key_cache, value_cache, block_table, chunks, scale, out,
+                window=window, soft_cap=soft_cap, sinks=sinks,
+            )  # fmt: skip
+            return
     if has_kernel(query, latent):
         from megatron_async.kernels.attention.paged_prefill_triton import (
             paged_mixed_attention_triton,

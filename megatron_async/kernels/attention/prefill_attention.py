@@ -22,7 +22,7 @@ LOG2_E = 1.4426950408889634
 ALIGNED = 8
 """Elements that a thread copies at once: 16 bytes."""
 MOST_MAPS = 4096
-"""Of so many caches it is remembered how TMA finds their tiles."""
+"""Caches of which it is remembered how TMA finds their tiles, at most."""
 
 Halves = Annotated[Tensor, torch.bfloat16, torch.float16]
 

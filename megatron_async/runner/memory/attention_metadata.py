@@ -7,44 +7,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_async.cache.block_allocator import NULL_BLOCK
-from megatron_async.kernels.attention.paged_prefill import LEAST_LIBRARY_TOKENS
 from megatron_async.runner.memory.slot_state import SlotState
-from megatron_async.step.packet import CHUNK_LENGTH, PlacedChunk
-
-
-class ChunksApart(NamedTuple):
-    """The prefill chunks of a forward whose launch may depend on their lengths.
-
-    Args:
-        long: those that a library may attend for, one by one.
-        others: int32 [N, 4], the chunk table without them: they have no tokens. Empty if there are
-            no others.
-    """
-
-    long: tuple[PlacedChunk, ...]
-    others: torch.Tensor
-
-    def are_all(self, tokens: int) -> bool:
-        """Whether the long chunks have all tokens of a forward."""
-        last = self.long[-1]
-        is_whole = self.long[0].first == 0 and last.first + last.length == tokens
-        return is_whole and not len(self.others)
-
-
-def chunks_apart(table: torch.Tensor, chunks: tuple[PlacedChunk, ...]) -> ChunksApart | None:
-    """Divide ``chunks``, which the chunk table [N, 4] begins with; None if none of them is long.
-    Nothing waits for the device."""
-    is_long = [chunk.length >= LEAST_LIBRARY_TOKENS for chunk in chunks]
-    if not any(is_long):
-        return None
-    long = tuple(chunk for chunk, each in zip(chunks, is_long, strict=True) if each)
-    if all(is_long):
-        return ChunksApart(long, table[:0])
-    others = table.clone()
-    for n, each in enumerate(is_long):
-        if each:
-            others[n, CHUNK_LENGTH] = 0
-    return ChunksApart(long, others)
 
 
 class AttentionMetadata(NamedTuple):
@@ -64,7 +27,6 @@ class AttentionMetadata(NamedTuple):
         window: of a decode step whose rows bring this many tokens each, one row after the other, of
             consecutive positions but for padding behind the last ones; None says nothing.
         has_gaps: there may be padding in front of a row's first token too.
-        apart: ``chunks`` once more, where the host knows them and nothing is captured.
     """
 
     position_ids: torch.Tensor
@@ -77,7 +39,6 @@ class AttentionMetadata(NamedTuple):
     last_token_index: torch.Tensor | None = None
     window: int | None = None
     has_gaps: bool = False
-    apart: ChunksApart | None = None
 
 
 def no_tokens(device: torch.device) -> AttentionMetadata:

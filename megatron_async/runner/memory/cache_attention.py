@@ -235,10 +235,6 @@ class CacheAttention:
         rows = tokens.decode_rows
         if tokens.chunks is None or self._each_token_is_a_row(query, limits):
             return self._attend_decode(tokens, query, keys, values, scale, limits)
-        if tokens.apart is not None and not self._batch_invariant:
-            attended = self._attend_apart(tokens, query, keys, values, scale, limits)
-            if attended is not None:
-                return attended
         out = query.new_zeros(*query.shape[:2], limits.get("latent", query.shape[2]))
         if rows:
             out[:rows] = self._attend_decode(tokens, query[:rows], keys, values, scale, limits)
@@ -247,32 +243,6 @@ class CacheAttention:
             invariant=self._batch_invariant, **limits,
         )  # fmt: skip
         return out
-
-    def _attend_apart(
-        self,
-        tokens: AttentionMetadata,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scale: float,
-        limits: dict[str, Any],
-    ) -> torch.Tensor | None:
-        """:meth:`attend_appended`, for long chunks by a library; None if it has no such
-        attention."""
-        from megatron_async.kernels.attention import whole_prefill
-
-        apart = tokens.apart
-        assert apart is not None
-        if not whole_prefill.library_attends(query, keys.shape[2], **limits):
-            return None
-        out = None
-        if not apart.are_all(len(query)):
-            others = tokens._replace(chunks=apart.others, apart=None)
-            out = self.attend_appended(others, query, keys, values, scale, limits)
-        return whole_prefill.whole_mixed_attention(
-            query, keys, values, self._block_table, apart.long, scale, out,
-            sinks=limits.get("sinks"),
-        )  # fmt: skip
 
     def _each_token_is_a_row(self, query: torch.Tensor, limits: dict[str, Any]) -> bool:
         """Whether the tokens of chunks attend like decode rows: where no kernel takes the chunks,
