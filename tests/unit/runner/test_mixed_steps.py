@@ -251,12 +251,10 @@ class TestOnGpu:
         launched = []
         launch = StepGraphs.launch_mixed
 
-        def watched(
-            self: StepGraphs, shape: StepShape, targets: PromptTargets | None, plan: Plan
-        ) -> None:
+        def watched(self: StepGraphs, shape: StepShape, targets: PromptTargets | None) -> None:
             torch.cuda.set_sync_debug_mode("error")
             try:
-                launch(self, shape, targets, plan)
+                launch(self, shape, targets)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             launched.append(shape)
