@@ -50,12 +50,12 @@
 #define RAW_FULL (EDGE_FULL + 8)
 #define RAW_FREE (RAW_FULL + RAW_STAGES * 8)
 #define WORK_AT ((RAW_FREE + RAW_STAGES * 8 + 15) / 16 * 16)
-#define QUERY_SCALES_AT (WORK_AT + QUERY_TILES * 16)  // fp32 [QUERY_TILES][ROWS]
-#define SHARED_BYTES (QUERY_SCALES_AT + (E4M3 ? QUERY_TILES * ROWS * 4 : 0))
+#define QUERY_SCALES_AT (WORK_AT + QUERY_TILES * 16)  // fp32 [ROWS]
+#define SHARED_BYTES (QUERY_SCALES_AT + (E4M3 ? ROWS * 4 : 0))
 #define QUERY_WARPS 3
 #define FILLERS (E4M3 ? QUERY_WARPS : 1)   // arrivals that fill a tile of keys or values
 // Registers of a thread; a warpgroup that fills and two that multiply have all that three begin with.
-#define FILLER_REGISTERS (!E4M3 ? 40 : PADDED > 128 ? 72 : 104)
+#define FILLER_REGISTERS (!E4M3 ? 40 : PADDED > 128 ? 56 : 104)
 #define CONSUMER_REGISTERS ((3 * 168 - FILLER_REGISTERS) / 2)
 #ifndef HALF
 #define HALF 0
@@ -269,33 +269,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       __syncwarp();
       publish_work(work);
       const u32 into = base + stage * Q_BYTES;
-      constexpr int chunks_of_row = HALVES == 3 ? 32 : HALVES * 8;  // of eight elements, a power of two
-#if E4M3
-#pragma unroll 4
-#endif
-      for (int i = thread; i < ROWS * chunks_of_row; i += threads) {
-        const int row = i / chunks_of_row, chunk = i % chunks_of_row;
+      for (int i = thread; i < ROWS * HALVES * 8; i += threads) {
+        const int row = i / (HALVES * 8), chunk = i % (HALVES * 8);
         const int token = row / HEADS, head = work.part * HEADS + row % HEADS;
         const bool is_there = token < work.count && chunk * 8 < D;
         const Number* from = query + (i64)(work.first + token) * query_row + head * query_head + chunk * 8;
         const u32 at = into + chunk / 8 * (ROWS * 128) + row * 128 + ((chunk ^ row) % 8) * 16;
-#if E4M3
-        Vec v = is_there ? load_l2_vec(from) : Vec{0, 0, 0, 0};
-        u32 size = 0;
-        for (u32 pair : {v.x, v.y, v.z, v.w}) size = max(size, max(pair << 16 & 0x7fff0000u, pair & 0x7fff0000u));
-#pragma unroll
-        for (int d = 1; d < chunks_of_row; d *= 2) size = max(size, __shfl_xor_sync(~0u, size, d));
-        // The largest is from 2^14 on, less than 2^15.
-        const int power = size ? 14 + 127 - (int)(size >> 23) : 0;
-        const float by = __uint_as_float((u32)min(max(power + 127, 1), 253) << 23);
-        v = Vec{pack_half(low(v.x) * by, high(v.x) * by), pack_half(low(v.y) * by, high(v.y) * by),
-                pack_half(low(v.z) * by, high(v.z) * by), pack_half(low(v.w) * by, high(v.w) * by)};
-        if (chunk < HALVES * 8) store_shared(at, v);
-        if (chunk == 0)
-          store_shared_word(base + QUERY_SCALES_AT + (stage * ROWS + row) * 4, __float_as_uint(1.f / by));
-#else
-        if (chunk < HALVES * 8) copy16_or_zero(at, is_there ? from : query, is_there);
-#endif
+        copy16_or_zero(at, is_there ? from : query, is_there);
       }
       commit_copies();
       await_copies<0>();
@@ -307,7 +287,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     int key_stage = 0, value_stage = 0, raw_stage = 0;
     u32 keys_passed = 1, values_passed = 1, raw_passed = 0;
     // A thread has the same 16 numbers of some rows.
-    const u32 chunk = thread % CHUNKS, raw_column = chunk % 8 * 16, column = chunk % 4 * 32;
+    const u32 chunk = thread % CHUNKS, raw_column = chunk % 8 * 16, own_column = chunk % 4 * 32;
     const int first_row = thread / CHUNKS;
     auto widen_tile = [&](u32 free, u32 parity, u32 into, u32 full, int from, int to) {
       await_bytes(base + RAW_FULL + raw_stage * 8, raw_passed);
@@ -316,16 +296,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       const u32 raw = base + RAW_AT + raw_stage * RAW_BYTES + chunk / 8 * (KEYS * 128);
       into += chunk / 4 * (KEYS * 128);
       const bool whole = from <= 0 && to >= KEYS;
-#pragma unroll 4
-      for (int row = first_row; row < KEYS; row += threads / CHUNKS) {
-        const u32 swizzle = row % 8u * 16;
-        Vec v = load_shared(raw + row * 128 + (raw_column ^ swizzle));
-        if (!whole && (row < from || row >= to)) v = Vec{0, 0, 0, 0};
-        Vec wide[2];
-        halves_of_e4m3(v.x, wide[0].x, wide[0].y), halves_of_e4m3(v.y, wide[0].z, wide[0].w);
-        halves_of_e4m3(v.z, wide[1].x, wide[1].y), halves_of_e4m3(v.w, wide[1].z, wide[1].w);
-        store_shared(into + row * 128 + (column ^ swizzle), wide[0]);
-        store_shared(into + row * 128 + (column ^ 16 ^ swizzle), wide[1]);
+      constexpr int step = threads / CHUNKS, rounds = (KEYS + step - 1) / step, deep = 6;
+#pragma unroll
+      for (int begin = 0; begin < rounds; begin += deep) {
+        Vec v[deep];
+#pragma unroll
+        for (int k = 0; k < deep; k++) {
+          const int row = first_row + (begin + k) * step;
+          if (begin + k < rounds && row < KEYS) v[k] = load_shared(raw + row * 128 + (raw_column ^ row % 8u * 16));
+        }
+#pragma unroll
+        for (int k = 0; k < deep; k++) {
+          const int row = first_row + (begin + k) * step;
+          if (begin + k >= rounds || row >= KEYS) continue;
+          if (!whole && (row < from || row >= to)) v[k] = Vec{0, 0, 0, 0};
+          Vec wide[2];
+          halves_of_e4m3(v[k].x, wide[0].x, wide[0].y), halves_of_e4m3(v[k].y, wide[0].z, wide[0].w);
+          halves_of_e4m3(v[k].z, wide[1].x, wide[1].y), halves_of_e4m3(v[k].w, wide[1].z, wide[1].w);
+          const u32 at = into + row * 128, column = own_column ^ row % 8u * 16;
+          store_shared(at + column, wide[0]), store_shared(at + (column ^ 16), wide[1]);
+        }
       }
       publish_stores();
       __syncwarp();
@@ -379,6 +369,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       const int first = first_tile(begin);
       const u32 own_query = base + stage * Q_BYTES + (group - 1) * 64 * 128;
       int tile = last_tile(begin + count);
+#if E4M3
+      // This warp's queries, brought to float16's range: the largest number of each is from 2^14 on, less than
+      // 2^15.
+      float* query_scales = (float*)(shared + QUERY_SCALES_AT);
+      constexpr int lanes_of_row = HALVES == 3 ? 32 : HALVES * 8;
+#pragma unroll 4
+      for (int r = lane / lanes_of_row; r < 16; r += 32 / lanes_of_row) {
+        const int chunk = lane % lanes_of_row, own = first_row + r;
+        const u32 at = base + stage * Q_BYTES + chunk / 8 * (ROWS * 128) + own * 128 + ((chunk ^ own) % 8) * 16;
+        Vec v = Vec{0, 0, 0, 0};
+        if (chunk < HALVES * 8) v = load_shared(at);
+        u32 size = 0;
+        for (u32 pair : {v.x, v.y, v.z, v.w}) size = max(size, max(pair << 16 & 0x7fff0000u, pair & 0x7fff0000u));
+#pragma unroll
+        for (int d = 1; d < lanes_of_row; d *= 2) size = max(size, __shfl_xor_sync(~0u, size, d));
+        const int power = size ? 14 + 127 - (int)(size >> 23) : 0;
+        const float by = __uint_as_float((u32)min(max(power + 127, 1), 253) << 23);
+        v = Vec{pack_half(low(v.x) * by, high(v.x) * by), pack_half(low(v.y) * by, high(v.y) * by),
+                pack_half(low(v.z) * by, high(v.z) * by), pack_half(low(v.w) * by, high(v.w) * by)};
+        if (chunk < HALVES * 8) store_shared(at, v);
+        if (chunk == 0) query_scales[own] = 1.f / by;
+      }
+      publish_stores();
+      sync_named(2 + group, 128);
+#endif
       int row[2], position[2];
       float most[2], mass[2], own_scale[2];
 #pragma unroll
@@ -387,7 +402,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         position[i] = begin + row[i] / HEADS;
         most[i] = LOWEST, mass[i] = 0.f, own_scale[i] = scale;
 #if E4M3
-        own_scale[i] *= __uint_as_float(load_shared_word(base + QUERY_SCALES_AT + (stage * ROWS + row[i]) * 4));
+        own_scale[i] *= query_scales[row[i]];
 #endif
 #if SINKS
         const float sink = widen(load_l2(sinks + part * HEADS + row[i] % HEADS)) * 1.4426950408889634f;

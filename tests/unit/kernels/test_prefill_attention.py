@@ -327,7 +327,7 @@ FAULTS: dict[str, tuple[str, str, Pieces, dict[str, Any]]] = {
     "sums that do not fade": ("sums[j] *= faded[j % 4 / 2];", ";", _TALL, {}),
     "queries over those of another tile": (_QUERY + "\n      __syncwarp();", "", _TALL, {}),
     "raw stages that stay full": (_RAW, "arrive_at(full)", _TALL, {"e4m3": True}),
-    "queries of one scale": ("own_scale[i] *= __uint", "__uint", RAGGED, {"e4m3": True}),
+    "queries of one scale": ("own_scale[i] *= query_scales[row[i]];", ";", RAGGED, {"e4m3": True}),
     "tiles of another chunk": ("if (own) tile -= before;", "tile -= before;", RAGGED, {}),
     "rounds that go forth only": (
         "(n % 2 ? ctas - 1 - (int)blockIdx.x : (int)blockIdx.x)", "ctas - 1", _TALL, {},
