@@ -5,6 +5,7 @@ kernel that adds its sum to the residual stream.
     python scripts/bench_peer_sum.py --streams 2
     torchrun --nproc-per-node 2 scripts/bench_peer_sum.py --one-gpu
     torchrun --nproc-per-node 2 scripts/bench_peer_sum.py --many-rows
+    torchrun --nproc-per-node 8 scripts/bench_peer_sum.py --steps
 
 Each number is the mean of calls in a CUDA graph, of the slowest rank. With ``--streams`` the ranks
 are streams of one GPU: what a sum takes without NVLink, and without NCCL. With ``--one-gpu``
@@ -20,6 +21,9 @@ more than the product alone:
     all-reduce    NCCL's, and the norm
     rows          ``peer_rows.py``, and the norm
     rows, norm    ``peer_rows.py`` with the norm in the same kernel
+
+With ``--steps`` it prints what sums take in one step and in two, as engines of three ranks and more
+measure it when they start (``sum_costs.py``), and what they choose.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.gemm.tile_config import padded
 from megatron_async.kernels.norm.add_norm import add_norm
 from megatron_async.kernels.norm.add_statistics import add_statistics
-from megatron_async.kernels.ranks import peer_memory, peer_rows, peer_sum
+from megatron_async.kernels.ranks import peer_memory, peer_rows, peer_sum, sum_costs
 from megatron_async.kernels.ranks.peer_rows import PeerRows, RowWords
 from megatron_async.kernels.ranks.peer_sum import PeerSum, PeerWords, word_count
 
@@ -411,20 +415,34 @@ def compare_with_all_reduce(group: Streams | Processes, given: argparse.Namespac
     return not failed
 
 
+def show_steps(words: PeerWords) -> None:
+    """Print what each rank finds."""
+    timed = sum_costs.TimedSums(words, torch.device("cuda", torch.cuda.current_device()))
+    dist.barrier()
+    costs = timed.costs()
+    print(f"rank {words.rank} of {words.ranks}: {sum_costs.shown(costs)}", flush=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--streams", type=int, help="ranks on one GPU, 2 to 8")
     parser.add_argument("--one-gpu", action="store_true", help="for processes of one GPU")
     parser.add_argument("--many-rows", action="store_true", help="sums between product and norm")
+    parser.add_argument("--steps", action="store_true", help="one step and two, as at a start")
     parser.add_argument("--hidden-sizes", type=int, nargs="+")
     parser.add_argument("--rows", type=int, nargs="+")
     given = parser.parse_args(arguments)
+    if given.steps and given.streams is not None:
+        parser.error("--steps needs ranks in processes: start it by torchrun, without --streams")
     group: Streams | Processes
     if given.streams is not None:
         group = Streams(given.streams)
     else:
         group = Processes(one_gpu=given.one_gpu)
-    if given.many_rows:
+    if given.steps:
+        show_steps(group.words[0])
+        right = True
+    elif given.many_rows:
         right = compare_ways(
             group, given.hidden_sizes or (4096,), given.rows or MANY_ROWS, times=not given.one_gpu
         )

@@ -17,19 +17,23 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from megatron_async.models.parallel import ModelParallel
 
 _owners: dict[int, weakref.ref[object]] = {}
 _lock = threading.Lock()
 
 
-def claim(device: torch.device, owner: object, ranks: ModelParallel | None = None) -> str | None:
+class Ranks(Protocol):
+    """Those of a model, see ``ModelParallel``."""
+
+    is_given: bool
+    layout: Any
+
+
+def claim(device: torch.device, owner: object, ranks: Ranks | None = None) -> str | None:
     """Let ``owner`` launch them on a device until :func:`release`, or its own end.
 
     Args:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_async.kernels.ranks import mailbox, peer_best, peer_rows, peer_sum
+from megatron_async.kernels.ranks import mailbox, peer_best, peer_rows, peer_sum, sum_costs
 from megatron_async.kernels.ranks.mailbox import Mailbox
 from megatron_async.kernels.ranks.peer_best import PeerBest
 from megatron_async.kernels.ranks.peer_rows import RowWords
@@ -44,11 +44,15 @@ def open_words(group: Any, device: torch.device) -> PeerWords | None:
     """Words for the ranks of a torch.distributed group; None on all of them if one has a reason
     against it. To be called by all, at the same time.
 
+    Of three ranks and more it is measured from how many elements on sums have two steps.
+
     Args:
         device: this rank's.
     """
     words: PeerWords | None = _open(group, device, _meet)
-    return words
+    if words is None or dist.get_world_size(group) == 2:
+        return words
+    return _choosing_steps(words, group, device)
 
 
 def open_mail(group: Any, device: torch.device, to: tuple[int, ...]) -> Mailbox | None:
@@ -129,6 +133,17 @@ def _meet(group: Any, ranks: int, device: torch.device) -> PeerWords:
         many = RowWords(rank, of_rows, launches(peer_rows.CTAS), capacity)
     best = PeerBest(rank, of_best)
     return PeerWords(rank, of_sums, launches(peer_sum.LAUNCHES), MOST_ELEMENTS, best, many)
+
+
+def _choosing_steps(words: PeerWords, group: Any, device: torch.device) -> PeerWords:
+    """Words that say from how many elements on sums have two steps, by the times of the group's
+    first rank."""
+    timed = sum_costs.TimedSums(words, device)
+    _all_say(group, None)  # nobody's kernels wait before all ranks have theirs
+    costs = _all_say(group, None, timed.costs())[0][1]
+    if words.rank == 0:
+        logger.info("sums over %d ranks: %s", words.ranks, sum_costs.shown(costs))
+    return words._replace(two_steps_from=sum_costs.two_steps_from(costs))
 
 
 def _memory_of_all(

@@ -21,9 +21,6 @@ from megatron_async.kernels.ranks.peers import Peers
 
 CTAS, THREADS = 128, 128
 """Size of the grid: at 8 elements of each thread, 32 rows of 4,096 at once."""
-ONE_LATENCY_BYTES = 800_000
-"""What a rank sends in the time that a second step adds, about 1.8 us at 450 GB/s: with more to
-save there are two steps. Not measured."""
 LAUNCHES = 1024
 """Entries that count the launches: grids that send have at most as many CTAs."""
 _TILES = (256, 128, 64)
@@ -57,6 +54,8 @@ class PeerWords(NamedTuple):
         capacity: elements that a rank can send in a launch, see :func:`word_count`.
         best: finds the best of the same ranks; None where there are no words for it.
         of_rows: words of sums of many rows; None where there are none.
+        two_steps_from: elements of a sum from which on it has two steps, the same on all ranks, see
+            ``sum_costs.py``; None for one step always.
     """
 
     rank: int
@@ -65,6 +64,7 @@ class PeerWords(NamedTuple):
     capacity: int
     best: PeerBest | None = None
     of_rows: RowWords | None = None
+    two_steps_from: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -88,14 +88,6 @@ def why_not(hidden_size: int, rows: int, words: PeerWords) -> str | None:
     return None
 
 
-def steps(ranks: int, elements: int) -> int:
-    """Return the steps of a sum of ``elements`` elements: in two each rank sends less, and
-    later."""
-    to_all = 4 * elements * (ranks - 1)
-    saved = to_all - 2 * to_all // ranks
-    return 2 if saved > ONE_LATENCY_BYTES else 1
-
-
 class PeerSum:
     """Sums over the ranks of one group, of rows of one size, on one stream.
 
@@ -103,7 +95,7 @@ class PeerSum:
 
     Args:
         threads: of a CTA.
-        steps: see :func:`steps`; None follows it.
+        steps: 1 or 2; None takes those that the words say.
         ctas: of the grid, the same on all ranks; None for :data:`CTAS`.
 
     Attributes:
@@ -133,17 +125,28 @@ class PeerSum:
     def takes_sent(self, rows: int) -> bool:
         """Whether GEMMs may send what it adds up of padded ``rows``."""
         elements = -(-rows // 8) * 8 * self._hidden_size
-        in_one_step = (self._steps or steps(self.words.ranks, rows * self._hidden_size)) == 1
-        return in_one_step and self._hidden_size % 16 == 0 and elements <= self.words.capacity
+        if self.steps(rows) == 2:
+            return False
+        return self._hidden_size % 16 == 0 and elements <= self.words.capacity
+
+    def steps(self, rows: int) -> int:
+        """The steps of a sum of padded ``rows``: in two each rank sends less, and later. The bits
+        are the same."""
+        least = self.words.two_steps_from
+        in_two = least is not None and rows * self._hidden_size >= least
+        return self._steps or (2 if in_two else 1)
+
+    def load(self, rows: int, statistics: int) -> None:
+        """Have the kernel of :meth:`work`, so that a launch waits for no compiler."""
+        kernel(*self.work(rows, statistics), self._device)
 
     def work(self, rows: int, statistics: int, *, sent: bool = False) -> tuple[str, dict[str, int]]:
         """Source and macros for padded ``rows``, see ``peer_sum.cu``."""
-        count = self._steps or steps(self.words.ranks, rows * self._hidden_size)
         macros = {
             "H": self._hidden_size, "MOST_ROWS": rows, "RANKS": self.words.ranks,
             "CAPACITY": self.words.capacity, "LAUNCHES": len(self.words.launches),
             "CTAS": self._ctas, "THREADS": self._threads, "TILE": self.statistic_rows,
-            "STATS": statistics, "STEPS": count, "SENT": int(sent),
+            "STATS": statistics, "STEPS": self.steps(rows), "SENT": int(sent),
         }  # fmt: skip
         return "peer_sum", macros
 

@@ -24,14 +24,6 @@ def test_there_is_room_for_decode_steps(ranks: int) -> None:
     assert word_count(ranks, words.capacity) * 8 <= 32 << 20, "bytes on each rank"
 
 
-@pytest.mark.parametrize(
-    ("ranks", "rows", "steps"),
-    [(2, 64, 1), (4, 1, 1), (4, 32, 1), (4, 64, 2), (8, 8, 1), (8, 32, 2)],
-)
-def test_of_many_elements_less_is_sent_in_two_steps(ranks: int, rows: int, steps: int) -> None:
-    assert peer_sum.steps(ranks, rows * 4096) == steps
-
-
 def test_more_rows_than_fit_are_refused() -> None:
     assert "33 rows of 64 are more" in str(peer_sum.why_not(64, 33, words_of(2, 2048)))
     assert "not a multiple of 64" in str(peer_sum.why_not(96, 1, words_of(2, 2048)))

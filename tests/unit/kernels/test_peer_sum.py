@@ -214,8 +214,10 @@ TWO_STEPS = {**SMALL, "steps": 2}
         ),
         (2, 64, {}, [(64, "layer", False), (1, "rms", True), (2, None, True)]),
         (4, 8192, {}, [(48, "rms", False), (64, "rms", True)]),
+        (4, 8192, {"steps": 2}, [(48, "rms", False), (64, "rms", True)]),
         (4, 4096, {"steps": 2}, [(1, "rms", False), (64, "layer", True)]),
         (8, 2880, {}, [(1, "rms", False), (17, "rms", True), (5, "layer", False)]),
+        (8, 2880, {"steps": 2}, [(1, "rms", False), (17, "rms", True), (5, "layer", False)]),
     ],
     small=[
         (2, 64, SMALL, [(1, "rms", False), (6, "layer", True), (3, None, False), (8, "rms", True)]),

@@ -423,11 +423,12 @@ def rank_of(model: Any, config: ModelConfig, rank: int) -> tuple[Any, ModelConfi
     gpu=(
         (name, way)
         for name in NAMES
-        for way in ("all-reduce", "kernel", "sent", "summed", "no room")
+        for way in ("all-reduce", "kernel", "two steps", "sent", "summed", "no room")
     ),
     small=[
         ("gpt2", "all-reduce"),
         ("qwen3", "kernel"),
+        ("qwen3", "two steps"),
         ("gpt2", "sent"),
         ("qwen3", "sent"),
         ("gpt2", "summed"),
@@ -440,8 +441,10 @@ def test_partial_sums_of_two_ranks_make_the_whole_model(
 ) -> None:
     """An all-reduce in front of the residual stream, here of threads, behind the embedding and each
     row-parallel GEMM; or the kernel that does without, of what was stored or sent; or the GEMM, if
-    all its CTAs have room at once."""
-    monkeypatch.setattr(rank_sums, "LEAST_SENT_ROWS", 1 if way == "sent" else MAX_ROWS + 1)
+    all its CTAs have room at once. Sums of two steps are never the GEMM's, and what is launched was
+    compiled ahead."""
+    sends = way in ("sent", "two steps")
+    monkeypatch.setattr(rank_sums, "LEAST_SENT_ROWS", 1 if sends else MAX_ROWS + 1)
     config = replace(small(name), head_dim=64, ffn_hidden_size=512, vocab_size=128)
     model = bfloat16_model(config, device)
     state, ranks = state_of(model), Ranks()
@@ -458,16 +461,27 @@ def test_partial_sums_of_two_ranks_make_the_whole_model(
         memory = tuple(torch.zeros(8192, dtype=torch.int64, device=device) for _ in words)
         for rank in range(2):
             launches = torch.zeros(peer_sum.LAUNCHES, dtype=torch.int32, device=device)
-            words[rank] = PeerWords(rank, memory, launches, 4096)
+            least = 0 if way == "two steps" else None
+            words[rank] = PeerWords(rank, memory, launches, 4096, two_steps_from=least)
+    ahead, used = set(), set()
 
+    def used_kernel(source: str, macros: dict[str, int], on: torch.device) -> Any:
+        used.add((source, *sorted(macros.items())))
+        return load(source, macros, on)
+
+    load = peer_sum.kernel
+    monkeypatch.setattr(peer_sum, "kernel", used_kernel)
     whole, streams = DecodeRig(config, device), ([], [])
 
     def run(rank: int) -> Tensor:
         share, half = rank_of(model, config, rank)
         fused = FusedDecoder(share, all_reduce=ranks.all_reduce(rank), words=words[rank])
         rig = DecodeRig(half, device)
-        rig.tokens, rig.grids_may_wait = whole.tokens, way in ("summed", "no room")
+        waits = way in ("summed", "no room", "two steps")
+        rig.tokens, rig.grids_may_wait = whole.tokens, waits
         assert not fused.covered([rig.rows], rig.context()).fallbacks
+        for source, macros in fused.kernels_of([rig.rows], rig.context()):
+            ahead.add((source, *sorted(macros.items())))
 
         def forward(ids: Tensor, positions: Tensor, context: Any, logits: Tensor) -> None:
             hidden = logits.new_empty(rig.rows, config.hidden_size)
@@ -490,6 +504,8 @@ def test_partial_sums_of_two_ranks_make_the_whole_model(
     assert ranks.sums == TOKENS + (in_layers if way != "summed" else 0)
     assert ranks.sent == (2 * in_layers if way == "sent" else 0)
     assert ranks.summed == (2 * in_layers if way == "summed" else 0)
+    steps = {dict(macros)["STEPS"] for _, *macros in used}
+    assert used <= ahead and steps == ({2} if way == "two steps" else {1} if any(words) else set())
 
 
 def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
