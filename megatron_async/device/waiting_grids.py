@@ -27,7 +27,7 @@ _lock = threading.Lock()
 
 
 class Ranks(Protocol):
-    """Those of a model, see ``ModelParallel``."""
+    """The ranks of a model, see ``ModelParallel``."""
 
     is_given: bool
     layout: Any

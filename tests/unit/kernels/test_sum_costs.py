@@ -127,7 +127,8 @@ class Meeting:
                 raise
 
         with ThreadPoolExecutor(self.ranks) as pool:
-            return list(pool.map(of_rank, range(self.ranks)))
+            begun = [pool.submit(of_rank, rank) for rank in range(self.ranks)]
+        return [each.result() for each in begun]
 
     def graph(self, add_up: Callable[[], None], device: torch.device) -> Any:
         """In the place of a captured sum: it runs, and then the clock says what it is to say."""
