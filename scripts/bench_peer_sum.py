@@ -31,6 +31,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -416,11 +417,15 @@ def compare_with_all_reduce(group: Streams | Processes, given: argparse.Namespac
 
 
 def show_steps(words: PeerWords) -> None:
-    """Print what each rank finds."""
+    """Print what each rank finds, and the seconds that it takes."""
+    begun = time.monotonic()
     timed = sum_costs.TimedSums(words, torch.device("cuda", torch.cuda.current_device()))
+    loaded = time.monotonic() - begun
     dist.barrier()
+    begun = time.monotonic()
     costs = timed.costs()
-    print(f"rank {words.rank} of {words.ranks}: {sum_costs.shown(costs)}", flush=True)
+    took = f"{loaded:.2f} s to load, {time.monotonic() - begun:.2f} s to measure"
+    print(f"rank {words.rank} of {words.ranks}, {took}: {sum_costs.shown(costs)}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
