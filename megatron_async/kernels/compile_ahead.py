@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 MOST_THREADS = 16
 
 _patching = threading.Lock()
+_parsing = threading.RLock()
 _begun: set[tuple[str, tuple[tuple[str, int], ...], str]] = set()
 
 
@@ -73,6 +74,7 @@ class CompileAhead:
         self._stack.enter_context(self._triton_threads)
         mode = _async_compile_mode()
         if mode is not None:
+            _parse_in_turn()
             self._stack.enter_context(mode(_Loading(self), ignore_errors=True))
         return self
 
@@ -235,10 +237,32 @@ class _Loading(Executor):
         return self._ahead.submit_triton(functools.partial(fn, *args, **kwargs))
 
 
+@functools.cache
+def _parse_in_turn() -> None:
+    """From here on one thread at a time parses the source of a Triton kernel.
+
+    ``ast.parse`` of Python 3.11 counts the depth of all threads in one place until 3.11.8
+    (python/cpython#106905). Where the garbage collector calls back in the middle of it, another
+    thread may parse, and the first one raises a ``SystemError``.
+    """
+    from triton.runtime.jit import JITFunction
+
+    owner: Any = next(kind for kind in JITFunction.__mro__ if "parse" in vars(kind))
+    parse = owner.parse
+
+    @functools.wraps(parse)
+    def in_turn(kernel: Any) -> Any:
+        with _parsing:
+            return parse(kernel)
+
+    owner.parse = in_turn
+
+
 def compile_and_load(
     kernel: Any, device: torch.device, args: tuple[Any, ...], options: Mapping[str, Any]
 ) -> None:
     """Compile a Triton kernel for launches with such arguments, in this thread, and load it."""
+    _parse_in_turn()
     with torch.cuda.device(device):
         load_kernel(kernel.run(*args, grid=(1,), warmup=True, **options), device)
 
