@@ -36,8 +36,10 @@ class Place(NamedTuple):
         if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
             return None
         begin = tensor.data_ptr()
-        pairs = zip(tensor.shape, tensor.stride(), strict=True)
-        elements = 1 + sum((length - 1) * stride for length, stride in pairs)
+        elements = tensor.numel()
+        if not tensor.is_contiguous():
+            pairs = zip(tensor.shape, tensor.stride(), strict=True)
+            elements = 1 + sum((length - 1) * stride for length, stride in pairs)
         return cls(begin, begin + elements * tensor.element_size()) if begin else None
 
 
@@ -112,6 +114,9 @@ class GraphMemory:
             launch_watch.watch.seen = None
 
 
+_LIFT_FRESH = torch.ops.aten.lift_fresh.default
+
+
 class _Seen(TorchDispatchMode):
     """Notes the tensors that come into a capture."""
 
@@ -126,19 +131,21 @@ class _Seen(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.aten.lift_fresh.default:  # made of Python's numbers just now
-            self._has_made(args[0])
+        if func is _LIFT_FRESH:  # made of Python's numbers just now
+            self._has_made(args[0].untyped_storage())
         self.launch(args)
-        self.launch(kwargs.values())
-        result = func(*args, **kwargs)
+        if kwargs:
+            self.launch(kwargs.values())
+            result = func(*args, **kwargs)
+        else:
+            result = func(*args)
         for tensor in _tensors_in((result,)):
-            if tensor.untyped_storage().data_ptr() not in self._given:
-                self._has_made(tensor)
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._given:
+                self._has_made(storage)
         return result
 
-    def _has_made(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
+    def _has_made(self, storage: torch.UntypedStorage) -> None:
         begin = storage.data_ptr()
         self._made[begin] = max(self._made.get(begin, 0), begin + storage.nbytes())
 
@@ -153,13 +160,16 @@ class _Seen(TorchDispatchMode):
                     self._held.setdefault(place, Held(self._graph, "a descriptor", None))
 
     def _note(self, tensor: Tensor) -> None:
+        if tensor.layout != torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        begin = storage.data_ptr()
+        if begin in self._made:
+            return
         place = Place.of(tensor)
         if place is None:
             return
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() in self._made:
-            return
-        self._given.add(storage.data_ptr())
+        self._given.add(begin)
         if place not in self._held:  # else the first graph's: it may have been freed since
             what = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
             self._held[place] = Held(self._graph, what, StorageWeakRef(storage))
@@ -168,9 +178,11 @@ class _Seen(TorchDispatchMode):
 def _tensors_in(values: Iterable[Any]) -> Iterator[Any]:
     """Tensors and descriptors among values, and in lists and tuples of them."""
     for value in values:
-        if isinstance(value, list | tuple):
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
             yield from _tensors_in(value)
-        elif isinstance(value, Tensor) or _is_descriptor(type(value), value):
+        elif _is_descriptor(type(value), value):
             yield value
 
 
