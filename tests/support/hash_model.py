@@ -61,7 +61,8 @@ class HashModel(Network):
         )
         self._positions = torch.arange(MAX_LENGTH, device=device)
         self._weights = torch.tensor(WEIGHTS, device=device)
-        self._ids = torch.arange(VOCAB_SIZE, device=device)
+        ids = torch.arange(VOCAB_SIZE, device=device)
+        self._id_factors, self._id_terms = 2 * ids + 1, 7919 * ids
         self.salt = torch.zeros(1, dtype=torch.int64, device=device)
 
     def further_layers(
@@ -85,18 +86,21 @@ class HashModel(Network):
         self, token_ids: torch.Tensor, position_ids: torch.Tensor, context: ForwardBatch
     ) -> torch.Tensor:
         block_size = context.block_size_tokens
-        positions = self._positions[: context.max_sequence_length]
+        count = context.max_sequence_length
+        if position_ids.device.type == "cpu":  # a captured graph has all lengths
+            count = min(count, int(position_ids.max()) + 1)
+        positions = self._positions[: max(count, 0)]
         blocks = context.block_table[context.token_slots][:, positions // block_size]
         places = blocks * block_size + positions % block_size
-        seen = positions < position_ids[:, None] + 1
+        seen = positions <= position_ids[:, None]
         state, weights = token_ids + 97 * self.salt, self._weights[: len(positions)]
         for layer in (0, 1):
             cells = context.kv_cache[layer, 0, :, :, 0, 0].view(-1)
             cells[context.slot_mapping] = state
-            terms = torch.where(seen, (cells[places] + 1) % MODULUS * weights % MODULUS, 0)
-            state = terms.sum(dim=1) % MODULUS
+            terms = (cells[places] + 1) % MODULUS * weights % MODULUS
+            state = torch.where(seen, terms, 0).sum(dim=1) % MODULUS
         state = self.further_layers(state, token_ids, position_ids, context)
         if context.last_token_index is not None:
             state = state[context.last_token_index]
-        mixed = (state[:, None] * (2 * self._ids + 1) + 7919 * self._ids) % MODULUS % 512
+        mixed = (state[:, None] * self._id_factors + self._id_terms) % MODULUS % 512
         return mixed.to(torch.float32) / 64.0
