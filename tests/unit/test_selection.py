@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import ast
 import functools
+import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -119,6 +121,32 @@ def test_other_tests_and_those_that_are_skipped_are_no_part_of_a_sweep(
     assert len(shared([*cases, Case(9, 0, sweep)])) == len(cases) + 1
 
 
+def has(file: str, names: list[str]) -> bool:
+    """Whether a file has a function or a class, or one inside of another. A run of all tests has
+    imported it; to parse hundreds of them takes seconds."""
+    found: Any = sys.modules.get(file.removesuffix(".py").replace("/", "."))
+    if found is not None:
+        for one in names:
+            found = getattr(found, one, None)
+        return found is not None
+    scope: ast.Module | ast.ClassDef = parsed(ROOT / file)
+    for one in names:
+        inside = {getattr(node, "name", None): node for node in scope.body}
+        if one not in inside:
+            return False
+        scope = inside[one]
+    return True
+
+
+def test_what_is_in_a_file_is_found_imported_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    file, there = "tests/unit/test_selection.py", [["Case", "iter_markers"], ["Case"], []]
+    assert __name__ == "tests.unit.test_selection"
+    for _ in range(2):
+        assert all(has(file, names) for names in there)
+        assert not any(has(file, names) for names in (["Cases"], ["Case", "iter"]))
+        monkeypatch.delitem(sys.modules, __name__, raising=False)
+
+
 LISTS = sorted((ROOT / "tests" / "support").glob("long_*tests.txt"))
 
 
@@ -132,11 +160,7 @@ def test_tests_that_take_turns_exist(path: Path, monkeypatch: pytest.MonkeyPatch
         file, *names = unit.split("::")
         name = Path(file).name
         assert name not in turns.ALWAYS and (names == []) == (name in turns.TOGETHER)
-        scope: ast.Module | ast.ClassDef = parsed(ROOT / file)
-        for one in names:
-            inside = {getattr(node, "name", None): node for node in scope.body}
-            assert one in inside, f"{unit} is gone: take it out of {path.name}"
-            scope = inside[one]
+        assert has(file, names), f"{unit} is gone: take it out of {path.name}"
 
 
 @pytest.mark.parametrize("path", LISTS, ids=lambda path: path.name)
