@@ -18,7 +18,14 @@ from typing import Any
 from torch import Tensor
 
 from megatron_async.kernels.gemm.skinny_gemm import Sending
-from megatron_async.kernels.gemm.tile_config import ADD, FEW_ROWS, NO_NORM, STORE, padded
+from megatron_async.kernels.gemm.tile_config import (
+    ADD,
+    FEW_ROWS,
+    MANY_ROWS_KERNEL,
+    NO_NORM,
+    STORE,
+    padded,
+)
 from megatron_async.models.fused.blocks.gemms import Gemm, SkinnyGemms, Work
 from megatron_async.models.fused.blocks.kernel_parameters import scale_of
 from megatron_async.models.fused.blocks.rank_sums import RankSums
@@ -106,10 +113,18 @@ class RowParallel:
             return self.gemm, None
         sends, tiling = self._sums.summing(rows, context), self._summed.tiling(rows)
         if sends is None or tiling is None or (self._summed, rows) in self._kernels.too_large:
-            return self.gemm, self._sums.sending(rows)
+            return self.gemm, self._sending(rows)
         if sends.takes(tiling, self.gemm.n):
             return self._summed, sends
-        return self.gemm, self._sums.sending(rows)
+        return self.gemm, self._sending(rows)
+
+    def _sending(self, rows: int) -> Sending | None:
+        """Where the GEMM sends what is summed behind it; None where its kernel stores it."""
+        assert self._sums is not None
+        tiling = self.gemm.tiling(rows)
+        if tiling is not None and tiling.kernel == MANY_ROWS_KERNEL:
+            return None
+        return self._sums.sending(rows)
 
     def __call__(
         self, x: Tensor, residual: Residual, reader: Norm | None, context: Any
