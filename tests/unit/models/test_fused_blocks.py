@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,13 +20,15 @@ from torch import Tensor
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import decode_attention
 from megatron_async.kernels.gemm.skinny_gemm import SkinnyGemm
-from megatron_async.kernels.gemm.tile_config import MAX_ROWS
+from megatron_async.kernels.gemm.tile_config import MAX_ROWS, TileConfig
 from megatron_async.kernels.ranks import peer_sum
 from megatron_async.kernels.ranks.peer_sum import PeerSum, PeerWords
 from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.fused import coverage, where
 from megatron_async.models.fused.blocks import rank_sums
+from megatron_async.models.fused.blocks.gemms import SkinnyGemms
 from megatron_async.models.fused.blocks.kernel_parameters import output_weight
+from megatron_async.models.fused.blocks.linears import RowParallel
 from megatron_async.models.fused.decoder import FusedDecoder
 from megatron_async.models.fused.report import ATTENTION, EMBEDDING, HEAD, MLP, DecodeCoverage
 from megatron_async.models.gpt_network import GPTNetwork
@@ -571,3 +574,18 @@ def test_stages_hand_the_residual_stream_on(device: torch.device, name: str) -> 
         assert bool(logits.any()) == is_last
         assert len(messages) == (0 if is_last else TOKENS)
     assert rig.error(logits, state) < LIMIT
+
+
+@emulated
+def test_the_kernel_of_many_rows_sends_nothing_to_other_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It stores what they add up, whatever the table says of 64 rows."""
+    emulator.install(monkeypatch)
+    sums: Any = SimpleNamespace(summing=lambda rows, context: None, sending=lambda rows: "there")
+    linear = torch.nn.Linear(256, 64, bias=False).bfloat16()
+    for multicast, sent in ((0, "there"), (1, None)):
+        config = TileConfig(2, 1, 1, 1, 2, stream_x=True, tma=True, multicast=multicast)
+        gemms = SkinnyGemms(torch.device("cpu"), {"projection": config})
+        block = RowParallel("projection", linear, gemms, 0, sums, 0)
+        assert block._way(64, None) == (block.gemm, sent)
