@@ -21,8 +21,8 @@
 //
 // Of the first warpgroup one warp brings in keys and values, and three bring in the queries of the next tile
 // while one is attended to; these also widen keys and values of e4m3, which TMA brings into a ring of their
-// own. What no token sees may be NaN, whose weight of zero would spread it: rows of such
-// values are made zero in shared memory.
+// own. What no token sees may be NaN, whose weight of zero would spread it: rows of such values are made zero
+// in shared memory.
 
 #define THREADS 384
 #define ROWS 128
@@ -107,9 +107,8 @@ __device__ __forceinline__ void in_order(int first, int last, Keys keys, Values 
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     prefill_attention(const Number* query, const i64* block_table, const int* chunks, Number* out,
-                      int chunk_count,
-                      int parts, int query_row, int query_head, int out_row, int out_head, int table_row,
-                      float scale, float cap, int window,
+                      int chunk_count, int parts, int query_row, int query_head, int out_row, int out_head,
+                      int table_row, float scale, float cap, int window,
                       const __grid_constant__ TensorMap key_map,
                       const __grid_constant__ TensorMap value_map SINK_LOGITS) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / 4;
@@ -120,9 +119,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       init_barrier(base + KEYS_FULL + s * 8, FILLERS), init_barrier(base + KEYS_FREE + s * 8, 2);
       init_barrier(base + VALUES_FULL + s * 8, FILLERS), init_barrier(base + VALUES_FREE + s * 8, 2);
     }
-    for (int s = 0; s < RAW_STAGES; s++) {
+    for (int s = 0; s < RAW_STAGES; s++)
       init_barrier(base + RAW_FULL + s * 8), init_barrier(base + RAW_FREE + s * 8, QUERY_WARPS);
-    }
     for (int s = 0; s < QUERY_TILES; s++) {
       init_barrier(base + QUERY_FULL + s * 8, QUERY_WARPS);
       init_barrier(base + QUERY_FREE + s * 8, 8);
