@@ -75,7 +75,7 @@ class RankGroup:
         self._sending = threading.Lock()
         self._answers: dict[int, queue.SimpleQueue[tuple[int, Answer, int]]] = {}
         self._own = threading.local()  # the number of a thread's last message that is answered
-        self._joined, self._closed = place is not None, False
+        self._joined, self._stops, self._closed = place is not None, False, False
         if place is not None:
             self.parallel = place
         self._engines = 0
@@ -269,7 +269,8 @@ class RankGroup:
                 data = call.recv_bytes()  # type: ignore[union-attr]
                 said = None if data == BEAT else ANSWERS.decode(data)
             except (EOFError, OSError, ValueError):
-                self._died(rank, None)
+                if not self._stops:  # else it has done what it was told
+                    self._died(rank, None)
                 return False
             self._heartbeats.heard(rank)
             if said is None:
@@ -329,6 +330,7 @@ class RankGroup:
             return
         is_busy = any(answered < self._asked for answered in self._answered.values())
         if self.failure is None and self._joined:
+            self._stops = True
             with contextlib.suppress(RankDiedError):
                 self.tell(Stop())
                 for call in self._calls.values():

@@ -27,6 +27,7 @@ from megatron_async.ranks import channel, follower, group, process_group
 from megatron_async.ranks.group import RankGroup
 from megatron_async.ranks.layout import Layout
 from megatron_async.ranks.messages import ANSWERS, Done, LoadModel
+from megatron_async.ranks.rendezvous.call import OVER
 from tests.support.child_environment import child_environment
 from tests.support.patience import PATIENCE_SECONDS
 
@@ -64,6 +65,26 @@ def test_a_rank_that_has_not_answered_may_wait_for_what_failed_here(left: list[s
     made.tell(LoadModel("tiny", EngineConfig()))
     made.close()
     assert left == ["aborted"]
+
+
+def test_a_rank_that_leaves_as_it_is_told_has_not_died(
+    left: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be gone before the others have been told that all is over."""
+    made, rank = group_of_two()
+    (call,) = made._calls.values()
+    say = call.say_at_once
+
+    def late(data: bytes) -> None:
+        if data == OVER:
+            rank.hang_up()
+            made._watching.join(PATIENCE_SECONDS)
+            assert not made._watching.is_alive()
+        say(data)
+
+    monkeypatch.setattr(call, "say_at_once", late)
+    made.close()
+    assert made.failure is None and left == ["destroyed"]
 
 
 def test_the_group_of_a_dead_rank_is_aborted_once(left: list[str]) -> None:
