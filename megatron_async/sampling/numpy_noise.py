@@ -14,7 +14,7 @@ from megatron_async.sampling import exact_math, philox
 from megatron_async.sampling.noise import UNIFORM_MAX
 
 MOST_IDS = 2048
-"""Of more, the operations take longer than their begin, and PyTorch's have several threads."""
+"""More ids take longer than operations take to begin, and PyTorch's have several threads."""
 
 _Words = npt.NDArray[np.uint64]
 _Floats = npt.NDArray[np.float32]

@@ -43,7 +43,6 @@ RUNS = (
         "test_extras_kernels.py",
         "test_paged_attention_kernel.py",
         "test_paged_prefill.py",
-        "test_whole_prefill.py",
         "test_invariant_attention.py",
         "test_sliding_window.py",
         "test_latent_attention.py",
