@@ -21,6 +21,8 @@ MOST_HEAD_DIM = 256
 LOG2_E = 1.4426950408889634
 ALIGNED = 8
 """Elements that a thread copies at once: 16 bytes."""
+MOST_STRIDE = 1 << 40
+"""Bytes of a tensor that TMA reads are less apart."""
 MOST_MAPS = 4096
 """Caches of which it is remembered how TMA finds their tiles, at most."""
 
@@ -114,6 +116,7 @@ def attends(
         and head_dim <= MOST_HEAD_DIM
         and block_size % 16 == 0
         and query.shape[1] % kv_heads == 0
+        and has_map(key_cache)
         and cuda.unavailable(index) is None
         and cuda.has_wgmma(index)
     )
@@ -137,11 +140,15 @@ def prefill_attention(
     Nothing waits for the device, and the launch depends on shapes alone.
 
     Raises:
-        ValueError: the last dimension of a cache, of a table or of ``out`` is strided, or a row of
-            ``out`` does not begin at 16 bytes.
+        ValueError: the last dimension of a table or of ``out`` is strided, a row of ``out`` does
+            not begin at 16 bytes, or TMA does not read a cache (:func:`has_map`).
     """
-    if any(x.stride(-1) != 1 for x in (key_cache, value_cache, block_table, out)):
-        raise ValueError("the last dimensions of caches, block table and out must be contiguous")
+    if any(x.stride(-1) != 1 for x in (block_table, out)):
+        raise ValueError("the last dimensions of block table and out must be contiguous")
+    if not (has_map(key_cache) and has_map(value_cache)):
+        raise ValueError(
+            "tokens and heads of a cache must be contiguous and begin at multiples of 16 bytes"
+        )
     if not chunks.is_contiguous():
         raise ValueError("the chunk table must be contiguous")
     if not _is_aligned(out):
@@ -152,7 +159,13 @@ def prefill_attention(
     if not tokens or not count:
         return
     if query.stride(2) != 1 or not _is_aligned(query):
-        query = query.contiguous()
+        query = query.clone(memory_format=torch.contiguous_format)
+    if scale <= 0:
+        # The largest score must be that of the largest product.
+        query, scale = query * (-1.0 if scale else 0.0), -scale or 1.0
+    if window is not None:
+        # No token has more in front of it, and differences of positions stay below 2^31.
+        window = min(window, block_table.shape[1] * block_size)
     macros = Form(
         head_dim, query_heads // kv_heads, block_size, key_cache.dtype,
         window is not None, soft_cap is not None, sinks is not None,
@@ -167,7 +180,7 @@ def prefill_attention(
         scale * LOG2_E, (soft_cap or 0.0) * LOG2_E, window or 0,
         _map_of(key_cache), _map_of(value_cache),
     )  # fmt: skip
-    records = (arguments,) if sinks is None else (arguments, SinkArguments(sinks))
+    records = (arguments,) if sinks is None else (arguments, SinkArguments(sinks.contiguous()))
     most_tiles = tokens // (ROWS // macros["HEADS"]) + min(count, tokens)
     ctas = min(parts * most_tiles, cuda.sm_count(query.device.index or 0))
     kernel("prefill_attention", macros, query.device).launch((ctas, 1, 1), *records)
@@ -175,7 +188,24 @@ def prefill_attention(
 
 def _is_aligned(heads: Tensor) -> bool:
     """Whether each head of ``heads`` [T, H, D] begins at 16 bytes."""
-    return heads.data_ptr() % 16 == 0 and all(n % ALIGNED == 0 for n in heads.stride()[:2])
+    steps = (n for n, size in zip(heads.stride()[:2], heads.shape, strict=False) if size > 1)
+    return heads.data_ptr() % 16 == 0 and all(n % ALIGNED == 0 for n in steps)
+
+
+def has_map(cache: Tensor) -> bool:
+    """Whether TMA can read tokens of one block and head of a cache [blocks, bs, Hkv, D]: heads are
+    contiguous, and all addresses and strides multiples of 16 bytes."""
+    return (
+        cache.stride(3) == 1
+        and cache.data_ptr() % 16 == 0
+        and all(n % 16 == 0 and n < MOST_STRIDE for n in _strides(cache))
+    )
+
+
+def _strides(cache: Tensor) -> list[int]:
+    """Bytes between tokens, heads and blocks; where there is only one, any that TMA takes."""
+    element = cache.element_size()
+    return [(cache.stride(n) if cache.shape[n] > 1 else 16) * element for n in (1, 2, 0)]
 
 
 def _map_of(cache: Tensor) -> TensorMap:
@@ -191,7 +221,7 @@ def _map_of(cache: Tensor) -> TensorMap:
         found = _maps[key] = cuda.tensor_map(
             cache,
             (head_dim, block_size, kv_heads, blocks),
-            [cache.stride(n) * element for n in (1, 2, 0)],
+            _strides(cache),
             (128 // element, tokens, 1, 1),
         )
     return found

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_async.kernels.attention import paged_prefill, prefill_attention
 from megatron_async.kernels.attention.e4m3_cache import E4M3
-from megatron_async.kernels.attention.prefill_attention import Form, attends
+from megatron_async.kernels.attention.prefill_attention import Form, attends, has_map
 from megatron_async.kernels.shared_memory import HOPPER_BYTES
 from tests.support import emulator
 from tests.support.cuda_kernels import device, emulated, on_both, on_gpu
@@ -247,8 +247,72 @@ def test_queries_may_be_strided(monkeypatch: pytest.MonkeyPatch) -> None:
     query = attention.case.query
     beside = torch.cat([query, query], dim=1)[:, : query.shape[1]]
     shifted = torch.cat([query[..., :1], query], dim=2)[..., 1:]
-    for strided in (beside, shifted):
+    misplaced = torch.cat([query.new_zeros(1), query.flatten()])[1:].view(query.shape)
+    for strided in (beside, shifted, misplaced):
         assert torch.equal(attention.run(replace(attention.case, query=strided)), expected)
+
+
+@emulated
+def test_sinks_may_be_strided(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator.install(monkeypatch)
+    attention = Attention(torch.device("cpu"), [(3, 20)], sinks=True)
+    expected, sinks = attention.run(), attention.limits["sinks"]
+    attention.limits["sinks"] = sinks.repeat_interleave(2)[::2]
+    assert torch.equal(attention.run(), expected)
+
+
+@emulated
+@pytest.mark.parametrize("scale", (0.0, -0.3))
+@pytest.mark.parametrize("limits", ({}, {"soft_cap": 2.0}, {"e4m3": True}))
+def test_a_scale_need_not_be_positive(
+    scale: float, limits: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulator.install(monkeypatch)
+    attention = Attention(torch.device("cpu"), [(3, 20)], **limits)
+    attention.case = replace(attention.case, scale=scale)
+    attention.check()
+
+
+@emulated
+@pytest.mark.parametrize("window", (2**31 - 1, 2**40))
+def test_a_window_may_be_larger_than_any_sequence(
+    window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulator.install(monkeypatch)
+    attention = Attention(torch.device("cpu"), [(120, 40)])
+    attention.limits["window"] = window
+    attention.check()
+
+
+@emulated
+def test_a_dimension_of_one_may_have_any_stride(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator.install(monkeypatch)
+    attention = Attention(torch.device("cpu"), [(3, 20)])
+    case, expected = attention.case, attention.run()
+    blocks, tokens, _, size = case.keys.shape
+    for odd in (1, 1 << 45):
+        keys, values = (
+            x.as_strided((blocks, tokens, 1, size), (x.stride(0), x.stride(1), odd, 1))
+            for x in (case.keys, case.values)
+        )
+        assert torch.equal(attention.run(replace(case, keys=keys, values=values)), expected)
+
+
+def test_caches_that_tma_cannot_read_are_refused() -> None:
+    case = Attention(torch.device("cpu"), [(3, 20)]).case
+    wide = torch.zeros(*case.keys.shape[:3], 72, dtype=BF16)
+    for cache, is_taken in (
+        (wide[..., :64], True), (wide[..., 8:], True), (wide[..., 4:68], False),
+        (torch.zeros(*case.keys.shape[:3], 68, dtype=BF16)[..., :64], False),
+        (torch.zeros(*case.keys.shape[:3], 72, dtype=E4M3)[..., :64], False),
+        (wide.mT[..., :64, :].mT[..., ::2], False),
+    ):  # fmt: skip
+        assert has_map(cache) == is_taken
+        if not is_taken:
+            with pytest.raises(ValueError, match="multiples of 16 bytes"):
+                prefill_attention.prefill_attention(
+                    case.query, case.keys, cache, case.table, case.chunks, case.scale, case.query
+                )
 
 
 def test_what_the_kernel_would_read_wrongly_is_refused() -> None:
