@@ -140,8 +140,9 @@ def prefill_attention(
     Nothing waits for the device, and the launch depends on shapes alone.
 
     Raises:
-        ValueError: the last dimension of a table or of ``out`` is strided, a row of ``out`` does
-            not begin at 16 bytes, or TMA does not read a cache (:func:`has_map`).
+        ValueError: the last dimension of a table or of ``out`` is strided, the kernel does
+            not find all of it (:func:`is_addressed`), or TMA does not read a cache
+            (:func:`has_map`).
     """
     if any(x.stride(-1) != 1 for x in (block_table, out)):
         raise ValueError("the last dimensions of block table and out must be contiguous")
@@ -151,14 +152,16 @@ def prefill_attention(
         )
     if not chunks.is_contiguous():
         raise ValueError("the chunk table must be contiguous")
-    if not _is_aligned(out):
-        raise ValueError("heads of out must begin at multiples of 16 bytes")
+    if not is_addressed(out):
+        raise ValueError(
+            "heads of out must begin at multiples of 16 bytes, less than 2^31 elements apart"
+        )
     tokens, query_heads, head_dim = query.shape
     block_size, kv_heads = key_cache.shape[1:3]
     count = chunks.shape[0]
     if not tokens or not count:
         return
-    if query.stride(2) != 1 or not _is_aligned(query):
+    if query.stride(2) != 1 or not is_addressed(query):
         query = query.clone(memory_format=torch.contiguous_format)
     if scale <= 0:
         # The largest score must be that of the largest product.
@@ -186,10 +189,13 @@ def prefill_attention(
     kernel("prefill_attention", macros, query.device).launch((ctas, 1, 1), *records)
 
 
-def _is_aligned(heads: Tensor) -> bool:
-    """Whether each head of ``heads`` [T, H, D] begins at 16 bytes."""
-    steps = (n for n, size in zip(heads.stride()[:2], heads.shape, strict=False) if size > 1)
-    return heads.data_ptr() % 16 == 0 and all(n % ALIGNED == 0 for n in steps)
+def is_addressed(heads: Tensor) -> bool:
+    """Whether the kernel finds all of ``heads`` [T, H, D]: each begins at 16 bytes, and strides,
+    and what lies between two heads of a token, are less than 2^31 elements."""
+    tokens, count = heads.shape[:2]
+    row, head = heads.stride(0) * (tokens > 1), heads.stride(1) * (count > 1)
+    most = max(row, (count - 1) * head)
+    return heads.data_ptr() % 16 == 0 and row % ALIGNED == head % ALIGNED == 0 and most < 1 << 31
 
 
 def has_map(cache: Tensor) -> bool:
