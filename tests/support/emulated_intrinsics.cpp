@@ -4,6 +4,8 @@
 //
 //   - an asynchronous copy takes place when it is issued or when it is awaited, at random, and so does
 //     what a block sends to a peer;
+//   - wgmma reads its operands when it is issued or when it is awaited, at random for each block, and
+//     what a thread stored to shared memory only if that thread has published it since;
 //   - blocks of a cluster begin late and fall behind, at random; nothing may be sent before all have
 //     begun, nor to one that has ended;
 //   - what the kernel before writes is garbage until all threads of the first cluster wait for it;
@@ -69,6 +71,9 @@ struct Block {
   int held = 0;     // rounds for which no thread goes on
   Cluster* cluster = nullptr;
   u32 word = ~0u;  // of shared memory, static
+  bool multiplies_early = false;  // products at once, where none before them is still to come
+  std::vector<u32> stored;     // of each word who stored it last, and when: see mark_stored
+  std::vector<u32> published;  // by thread: how often it has published what it stored
 };
 
 struct Cluster {
@@ -104,6 +109,7 @@ struct Fiber : Place {
   unsigned seen = 0;                  // what that was
   std::vector<Product> products;
   std::vector<std::vector<Product>> product_groups;
+  bool has_begun = false;  // products, since it last awaited some and had their registers
   std::vector<Copy> issued;
   std::vector<std::vector<Copy>> groups;
   bool in_cluster = false;  // has arrived, and not waited yet
@@ -179,6 +185,20 @@ Block& block_of(unsigned at) {
   return block;
 }
 
+// A thread has stored here, which wgmma does not see before it publishes that.
+void mark_stored(const char* into, size_t size) {
+  Block& block = *fiber->block;
+  const u32 thread = fiber->thread.x, mark = (thread + 1) << 20 | (block.published[thread] & 0xfffff);
+  const size_t begin = into - block.memory.data();
+  for (size_t word = begin / 4; word < (begin + size + 3) / 4; word++) block.stored[word] = mark;
+}
+void demand_published(unsigned at) {
+  const Block& block = *fiber->block;
+  const u32 mark = block.stored[(at ^ (at >> 7 & 7) << 4) / 4];
+  if (mark && (block.published[(mark >> 20) - 1] & 0xfffff) == (mark & 0xfffff))
+    fail("wgmma reads what was stored and not published");
+}
+
 void copy(const Copy& c) {
   if (c.from)
     std::memcpy(c.into, c.from, c.size);
@@ -214,8 +234,9 @@ void load_tile(unsigned into, const u64* map, std::vector<int> at, unsigned barr
         inside = inside && i < (long long)sizes[d];
         from += i * strides[d];
       }
-      const unsigned to = into + row * 128 + chunk * 16;
-      Copy c{shared_at(to ^ (to >> 7 & 7) << 4, 16),
+      const unsigned to = into + row * 128 + chunk * 16, place = to ^ (to >> 7 & 7) << 4;
+      std::fill_n(block_of(place).stored.begin() + (place & 0xffffff) / 4, 4, 0);
+      Copy c{shared_at(place, 16),
              inside ? (const char*)checked(from, 16) : nullptr};
       if (random_bits() & 1)
         copy(c), arrive(t, 16);
@@ -230,7 +251,7 @@ void take(const Delivery& d, Transfer& t) {
 void issue(unsigned into, const void* from, size_t size = 16) {
   Copy c{shared_at(into, size), (const char*)(from ? checked(from, size) : nullptr), size};
   if (random_bits() & 1)
-    copy(c);
+    copy(c), mark_stored(c.into, size);
   else
     fiber->issued.push_back(c);
 }
@@ -258,6 +279,22 @@ float swizzled_column(unsigned matrix, int column, int k, unsigned apart, bool h
 struct Registers {
   u32 a[4];
 };
+// That all of a product's operands in shared memory are published; each lane looks at some of them.
+void demand_published(const Product& p) {
+  const int lane = fiber->thread.x % 32, warp = fiber->thread.x / 32 % 4;
+  auto demand = [](unsigned matrix, int row, int word) {
+    demand_published(matrix + row / 8 * 1024 + row % 8 * 128 + word * 4);
+  };
+  for (int word = lane % 2 * 4; p.own == nullptr && word < lane % 2 * 4 + 4; word++)
+    demand(p.a, warp * 16 + lane / 2, word);
+  for (int i = lane; i < p.columns * 8; i += 32)
+    if (p.apart) {
+      const int pair = i % (p.columns / 2), k = i / (p.columns / 2);
+      demand_published(p.b + pair / 32 * p.apart + k * 128 + pair % 32 * 4);
+    } else {
+      demand(p.b, i / 8, i % 8);
+    }
+}
 // `own`: of all lanes of the warp, if the left matrix is in registers.
 void multiply(const Product& p, const Registers* own) {
   const int lane = fiber->thread.x % 32, warp = fiber->thread.x / 32 % 4;
@@ -328,6 +365,12 @@ char* shared_at(u32 at, u32 size) {
   return block.memory.data() + at;
 }
 
+void store(u32 at, const void* value, u32 size) {
+  char* into = shared_at(at, size);
+  std::memcpy(into, value, size);
+  if (at >> 24 == 0) mark_stored(into, size);
+}
+
 void send(u32 into, const void* value, u32 size, u32 barrier) {
   if (into >> 24 != barrier >> 24) fail("bytes for one block, reported to another");
   auto& t = transfer(barrier);
@@ -341,7 +384,7 @@ void send(u32 into, const void* value, u32 size, u32 barrier) {
 void await_copies(size_t pending) {
   auto& groups = fiber->groups;
   while (groups.size() > pending) {
-    for (const auto& c : groups.front()) copy(c);
+    for (const auto& c : groups.front()) copy(c), mark_stored(c.into, c.size);
     groups.erase(groups.begin());
   }
 }
@@ -354,13 +397,21 @@ void publish(void* at, const void* value, size_t size) {
   std::memcpy(at, value, size);
 }
 
+namespace {
+void issue_product(const Product& p) {
+  if (!fiber->has_begun) fail("wgmma without the fence in front of it");
+  fiber->products.push_back(p);
+}
+}  // namespace
+
+void begin_wgmma() { fiber->has_begun = true; }
 void wgmma(float* sums, int columns, u32 a, u32 b) {
   if (a % 1024 >= 128 || b % 1024 >= 128 || a % 32 || b % 32) fail("misaligned matrix");
-  fiber->products.push_back({sums, columns, a, b});
+  issue_product({sums, columns, a, b});
 }
 void wgmma(float* sums, int columns, const u32* a, u32 b) {
   if (b % 1024 >= 128 || b % 32) fail("misaligned matrix");
-  fiber->products.push_back({sums, columns, 0, b, a});
+  issue_product({sums, columns, 0, b, a});
 }
 void wgmma_e4m3(float* sums, int columns, u32 a, u32 b, bool adds) {
   wgmma(sums, columns, a, b);
@@ -372,23 +423,39 @@ void wgmma_or_set(float* sums, int columns, u32 a, u32 b, bool adds, bool half) 
 }
 void wgmma_of_columns(float* sums, int columns, const u32* a, u32 b, u32 apart, bool half) {
   if (b % 1024 || apart % 1024) fail("misaligned matrix");
-  fiber->products.push_back({sums, columns, 0, b, a});
+  issue_product({sums, columns, 0, b, a});
   fiber->products.back().apart = apart, fiber->products.back().half = half;
 }
+namespace {
+void multiply_all(std::vector<Product>& products) {
+  for (const auto& p : products) {
+    const Registers* own = nullptr;
+    if (p.own != nullptr) own = show(Registers{{p.own[0], p.own[1], p.own[2], p.own[3]}});
+    demand_published(p);
+    multiply(p, own);
+  }
+  products.clear();
+}
+}  // namespace
+
 void end_wgmma() {
-  fiber->product_groups.push_back(std::move(fiber->products));
+  auto& groups = fiber->product_groups;
+  const bool are_first =
+      std::all_of(groups.begin(), groups.end(), [](const auto& group) { return group.empty(); });
+  groups.push_back(std::move(fiber->products));
   fiber->products.clear();
+  if (fiber->block->multiplies_early && are_first) multiply_all(groups.back());
 }
 void await_wgmma(size_t pending) {
   auto& groups = fiber->product_groups;
+  // They take their time, in which others may write over what they read.
+  const bool is_late = !fiber->block->multiplies_early && groups.size() > pending;
+  for (u32 turns = is_late ? random_bits() % 4 : 0; turns; turns--) events++, give_way();
   while (groups.size() > pending) {
-    for (const auto& p : groups.front()) {
-      const Registers* own = nullptr;
-      if (p.own != nullptr) own = show(Registers{{p.own[0], p.own[1], p.own[2], p.own[3]}});
-      multiply(p, own);
-    }
+    multiply_all(groups.front());
     groups.erase(groups.begin());
   }
+  fiber->has_begun = false;
   // It is over for all four warps at once.
   arrive_and_wait(fiber->block->warpgroups[fiber->thread.x / 128]);
 }
@@ -445,6 +512,8 @@ void publish_to_peer(u32* at, Vec v) {
 }
 
 void wait_a_little() { give_way(); }
+
+void publish_stores() { fiber->block->published[fiber->thread.x]++; }
 
 void sync_named(int which, int threads) {
   Barrier& barrier = fiber->block->named[which];
@@ -713,11 +782,13 @@ void run_clusters(const std::vector<Index>& indices, int cluster_size, int threa
     Block& block = blocks[i];
     block.index = indices[i];
     block.memory.assign(shared_bytes, (char)0xff);
+    block.stored.assign(shared_bytes / 4 + 4, 0), block.published.assign(threads, 0);
     block.barrier.expected = block.predecessor.expected = block.running = threads;
     if (indices.size() > 1) block.held = random_bits() % 20;
     if (block.index.x - late_begin < late_count) block.held = late_rounds;
     block.warps.resize(threads / 32);
     for (Warp& w : block.warps) w.barrier.expected = 32;
+    block.multiplies_early = random_bits() & 1;
     block.warpgroups.resize(threads / 128);
     for (Barrier& group : block.warpgroups) group.expected = 128;
     block.cluster = &clusters[i / cluster_size];

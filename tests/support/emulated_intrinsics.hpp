@@ -62,10 +62,12 @@ void wgmma(float* sums, int columns, const u32* a, u32 b);
 void wgmma_e4m3(float* sums, int columns, u32 a, u32 b, bool adds);
 void wgmma_or_set(float* sums, int columns, u32 a, u32 b, bool adds, bool half);
 void wgmma_of_columns(float* sums, int columns, const u32* a, u32 b, u32 apart, bool half);
+void begin_wgmma();
 void end_wgmma();
 void await_wgmma(size_t pending);
 void send(u32 into, const void* value, u32 size, u32 barrier);
 char* shared_at(u32 at, u32 size);
+void store(u32 at, const void* value, u32 size);
 void publish(void* at, const void* value, size_t size);
 
 // Runs `body` in each thread of a grid, in clusters of blocks next to each other in x; as many as have
@@ -206,9 +208,9 @@ inline void prefetch_tensor_map(const TensorMap&) {}
 
 inline u32 load_shared_pair(u32 at) { return *(u16*)emulator::shared_at(at, 2); }
 inline Vec load_shared(u32 at) { return *(Vec*)emulator::shared_at(at, 16); }
-inline void store_shared(u32 at, Vec v) { *(Vec*)emulator::shared_at(at, 16) = v; }
+inline void store_shared(u32 at, Vec v) { emulator::store(at, &v, 16); }
 inline u32 load_shared_word(u32 at) { return *(u32*)emulator::shared_at(at, 4); }
-inline void store_shared_word(u32 at, u32 v) { *(u32*)emulator::shared_at(at, 4) = v; }
+inline void store_shared_word(u32 at, u32 v) { emulator::store(at, &v, 4); }
 inline Vec load_l2_vec(const void* p) { return *emulator::checked((const Vec*)p); }
 template <typename T>
 T load_l2(const T* p) {
@@ -258,13 +260,13 @@ void wgmma_of_columns(float (&d)[COLUMNS / 2], u32 (&a)[4], u32 b, u32 apart) {
 }
 void sync_named(int which, int threads);
 void arrive_named(int which, int threads);
-inline void publish_stores() {}
+void publish_stores();
 template <int LEFT>
 void give_registers() {}
 template <int WANTED>
 void take_registers() {}
 inline void keep(u32 (&)[4]) {}
-inline void begin_wgmma() {}
+inline void begin_wgmma() { emulator::begin_wgmma(); }
 inline void end_wgmma() { emulator::end_wgmma(); }
 template <int COLUMNS, int PENDING = 0>
 void await_wgmma(float (&d)[COLUMNS / 2]) {

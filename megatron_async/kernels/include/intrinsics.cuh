@@ -144,8 +144,8 @@ __device__ __forceinline__ void init_barrier(u32 barrier) {
 __device__ __forceinline__ void init_barrier(u32 barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// In any block of the cluster. Nothing was written before that others read: an order in the whole cluster
-// would take a microsecond.
+// In any block of the cluster. What was written before is there for threads of this block that await it, and
+// for no others: an order in the whole cluster would take a microsecond.
 __device__ __forceinline__ void arrive_at(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }

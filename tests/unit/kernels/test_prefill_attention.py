@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_async.kernels.attention import paged_prefill, prefill_attention
 from megatron_async.kernels.attention.e4m3_cache import E4M3
-from megatron_async.kernels.attention.prefill_attention import Form, attends, has_map
+from megatron_async.kernels.attention.prefill_attention import Form, attends, has_map, is_addressed
 from megatron_async.kernels.shared_memory import HOPPER_BYTES
 from tests.support import emulator
 from tests.support.cuda_kernels import device, emulated, on_both, on_gpu
@@ -315,6 +315,27 @@ def test_caches_that_tma_cannot_read_are_refused() -> None:
                 )
 
 
+@pytest.mark.parametrize(
+    ("shape", "strides", "is_found"),
+    [
+        ((9, 4, 64), (256, 64, 1), True),
+        ((9, 4, 64), (256, 68, 1), False),
+        ((9, 4, 64), (260, 64, 1), False),
+        ((1, 4, 64), (1, 64, 1), True),
+        ((9, 1, 64), (64, 1, 1), True),
+        # Offsets within a token have 32 bits.
+        ((9, 3, 64), (64, 1 << 30, 1), False),
+        ((9, 2, 64), (64, 1 << 30, 1), True),
+        ((9, 2, 64), (1 << 31, 64, 1), False),
+    ],
+)
+def test_which_heads_the_kernel_finds(
+    shape: tuple[int, ...], strides: tuple[int, ...], is_found: bool
+) -> None:
+    heads = torch.empty_strided(shape, strides, dtype=BF16, device="meta")
+    assert is_addressed(heads) == is_found
+
+
 def test_what_the_kernel_would_read_wrongly_is_refused() -> None:
     case = Attention(torch.device("cpu"), [(3, 20)]).case
     given = (case.query, case.keys, case.values, case.table, case.chunks, case.scale)
@@ -372,6 +393,10 @@ _QUERY, _KEYS = (
 )
 _STORE = "if (row < from || row >= to) store"
 _RAW = "arrive_at(full), arrive_at(base + RAW_FREE + raw_stage * 8)"
+_FENCE = "begin_wgmma();\n        "
+_PUBLISH = "publish_stores();"
+_PUBLISH_QUERIES = "await_copies<0>();\n      publish_stores();"
+_VALUES_THERE = "await_bytes(base + VALUES_FULL + value_stage * 8, values_passed);"
 _EIGHT = "\n" + 8 * " "
 _TALL: Pieces = [(0, 600)]
 FAULTS: dict[str, tuple[str, str, Pieces, dict[str, Any]]] = {
@@ -391,6 +416,24 @@ FAULTS: dict[str, tuple[str, str, Pieces, dict[str, Any]]] = {
     "sinks of all lanes": ("if (t == 0) mass", "mass", RAGGED, {"sinks": True}),
     "sums that do not fade": ("sums[j] *= faded[j % 4 / 2];", ";", _TALL, {}),
     "queries over those of another tile": (_QUERY + "\n      __syncwarp();", "", _TALL, {}),
+    "queries that are not published": (_PUBLISH_QUERIES, "await_copies<0>();", RAGGED, {}),
+    "zeros that are not published": (
+        _PUBLISH + _EIGHT + "  __syncwarp();" + _EIGHT + "  if (lane == 0) arrive_at(full);",
+        "__syncwarp();" + _EIGHT + "  if (lane == 0) arrive_at(full);", RAGGED, {},
+    ),
+    "wide values that are not published": (
+        _PUBLISH + "\n      __syncwarp();\n      if (lane == 0) " + _RAW,
+        "__syncwarp();\n      if (lane == 0) " + _RAW, RAGGED, {"e4m3": True},
+    ),
+    "scaled queries that are not published": (
+        _PUBLISH + "\n      sync_named(2 + group, 128);", "sync_named(2 + group, 128);",
+        RAGGED, {"e4m3": True},
+    ),
+    "products without a fence": (_FENCE + "multiply_keys();", "multiply_keys();", _TALL, {}),
+    "values before they are there": (
+        _VALUES_THERE + _EIGHT + "__syncwarp();" + _EIGHT + "add_values();",
+        "add_values();" + _EIGHT + _VALUES_THERE + _EIGHT + "__syncwarp();", _TALL, {},
+    ),
     "raw stages that stay full": (_RAW, "arrive_at(full)", _TALL, {"e4m3": True}),
     "queries of one scale": ("own_scale[i] *= query_scales[row[i]];", ";", RAGGED, {"e4m3": True}),
     "tiles of another chunk": ("if (own) tile -= before;", "tile -= before;", RAGGED, {}),
