@@ -453,10 +453,14 @@ def test_the_emulator_notices(fault: str, monkeypatch: pytest.MonkeyPatch) -> No
     text = emulator.source_text("prefill_attention")
     assert text.count(there) == 1
     monkeypatch.setattr(emulator, "source_text", lambda _: text.replace(there, instead))
-    build = emulator.EmulatedKernel
-    monkeypatch.setattr(
-        prefill_attention, "kernel", lambda source, macros, _: build(source, macros)
-    )
+    built: list[emulator.EmulatedKernel] = []
+
+    def kernel(source: str, macros: dict[str, int], _: torch.device) -> emulator.EmulatedKernel:
+        if not built:
+            built.append(emulator.EmulatedKernel(source, macros))
+        return built[0]  # whose next launch has another order
+
+    monkeypatch.setattr(prefill_attention, "kernel", kernel)
     with pytest.raises(AssertionError):
         Attention(torch.device("cpu"), pieces, **options).check(LAUNCHES)
 
