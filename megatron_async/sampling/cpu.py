@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, empty_like, float32, full_like, inf
 
-from megatron_async.sampling import filters, noise, numpy_noise
+from megatron_async.sampling import filters, noise
 from megatron_async.sampling.sample import SampleInputs
 
 NUCLEUS_PREFIX = 128
@@ -43,9 +43,7 @@ def _greedy(x: Tensor, inputs: SampleInputs) -> Tensor:
 
 def _sample_unfiltered(x: Tensor, inputs: SampleInputs) -> Tensor:
     scores = filters.scale_logits(x, inputs.inverse_temperature)
-    few = x.numel() <= numpy_noise.MOST_IDS
-    gumbel = numpy_noise.gumbel if few else noise.gumbel
-    scores.add_(gumbel(inputs.seed, inputs.position, x.shape[1]))
+    scores.add_(noise.gumbel(inputs.seed, inputs.position, x.shape[1]))
     return scores.masked_fill_(x == -inf, -inf).argmax(1)
 
 
@@ -56,8 +54,7 @@ def _sample_filtered(x: Tensor, inputs: SampleInputs) -> Tensor:
     rows, ids = ((x >= threshold[:, None]) & (x > -inf)).nonzero(as_tuple=True)
     scaled = filters.scale_logits(x[rows, ids][:, None], factor[rows])[:, 0]
     scores = full_like(x, -inf)
-    gumbel_at = numpy_noise.gumbel_at if len(ids) <= numpy_noise.MOST_IDS else noise.gumbel_at
-    scores[rows, ids] = scaled.add_(gumbel_at(seed[rows], position[rows], ids))
+    scores[rows, ids] = scaled.add_(noise.gumbel_at(seed[rows], position[rows], ids))
     return scores.argmax(1)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_async.runner.sampler import sample_tokens
-from megatron_async.sampling import exact_math, filters, noise, numpy_noise, philox
+from megatron_async.sampling import exact_math, filters, noise, philox
 from megatron_async.sampling.sample import SampleInputs, sample_tokens_reference
 
 
@@ -125,27 +125,6 @@ def test_exp2_mass_is_accurate_to_a_unit_and_exact_at_integers() -> None:
     whole = exact_math.exp2_mass(-torch.arange(44.0))
     assert whole.tolist() == [1 << (43 - n) for n in range(44)]
     assert exact_math.exp2_mass(torch.tensor([-44.0, -1e30, -torch.inf])).tolist() == [0, 0, 0]
-
-
-@pytest.mark.parametrize(("rows", "vocab_size"), [(1, 1), (3, 7), (6, 64), (2, 61), (1, 2048)])
-def test_noise_by_numpy_has_the_same_bits(rows: int, vocab_size: int) -> None:
-    generator = torch.Generator().manual_seed(rows)
-    seed = torch.randint(-(2**63), 2**63 - 1, (2 * rows,), generator=generator)[::2]
-    position = torch.randint(-5, 2**40, (rows,), generator=generator)
-    ids = torch.randint(vocab_size, (rows,), generator=generator)
-    with torch.inference_mode():
-        found = numpy_noise.gumbel(seed, position, vocab_size)
-        assert found.equal(noise.gumbel(seed, position, vocab_size))
-        found = numpy_noise.gumbel_at(seed, position, ids)
-        assert found.equal(noise.gumbel_at(seed, position, ids))
-
-
-def test_numpy_computes_each_gumbel_variate_alike() -> None:
-    generator = torch.Generator().manual_seed(0)
-    bits = torch.randint(2**32, (1 << 18,), generator=generator)
-    bits[:6] = torch.tensor([0, 1, 1 << 31, 0xFFFFFF00, 0xFFFFFF7F, 0xFFFFFFFF])
-    found = numpy_noise.gumbel_from_bits(bits.numpy().view("uint64"))
-    assert torch.from_numpy(found).equal(noise.gumbel_from_bits(bits))
 
 
 def test_gumbel_of_extreme_bits_is_finite_and_as_documented() -> None:
