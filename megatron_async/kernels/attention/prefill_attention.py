@@ -201,17 +201,20 @@ def is_addressed(heads: Tensor) -> bool:
 def has_map(cache: Tensor) -> bool:
     """Whether TMA can read tokens of one block and head of a cache [blocks, bs, Hkv, D]: heads are
     contiguous, and all addresses and strides multiples of 16 bytes."""
-    return (
-        cache.stride(3) == 1
-        and cache.data_ptr() % 16 == 0
-        and all(n % 16 == 0 and n < MOST_STRIDE for n in _strides(cache))
-    )
+    return cache.stride(3) == 1 and cache.data_ptr() % 16 == 0 and all(map(_fits, _strides(cache)))
+
+
+def _fits(stride: int) -> bool:
+    return 0 < stride < MOST_STRIDE and stride % 16 == 0
 
 
 def _strides(cache: Tensor) -> list[int]:
-    """Bytes between tokens, heads and blocks; where there is only one, any that TMA takes."""
-    element = cache.element_size()
-    return [(cache.stride(n) if cache.shape[n] > 1 else 16) * element for n in (1, 2, 0)]
+    """Bytes between tokens, heads and blocks; where there is only one, some that TMA takes."""
+    found = []
+    for n in (1, 2, 0):
+        stride = cache.stride(n) * cache.element_size()
+        found.append(stride if cache.shape[n] > 1 or _fits(stride) else 16)
+    return found
 
 
 def _map_of(cache: Tensor) -> TensorMap:
