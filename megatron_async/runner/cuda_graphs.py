@@ -19,11 +19,7 @@ from megatron_async.models.network import Network
 from megatron_async.runner.memory.forward_batch import ForwardBatch
 from megatron_async.runner.prompt_log_probs import PromptTargets
 from megatron_async.runner.step_program import StepProgram
-from megatron_async.step.packet import (
-    CPU_ROW_MULTIPLE,
-    StepShape,
-    padded_tokens,
-)
+from megatron_async.step.packet import CPU_ROW_MULTIPLE, StepShape, padded_tokens
 from megatron_async.step.plan import SampleShape
 
 if TYPE_CHECKING:

@@ -35,8 +35,6 @@ CONTROL_HEAD = 3
 # positions of the slot from ``CHUNK_START`` on.
 CHUNK_SLOT, CHUNK_FIRST, CHUNK_LENGTH, CHUNK_START = range(4)
 CHUNK_WIDTH = 4
-
-
 ASSIGNMENT_WIDTH = 3
 
 # Columns of a token. Position -1 means "the device knows": the slot's last token at its length;
