@@ -118,7 +118,7 @@ class Streams:
         self.words = [
             PeerWords(
                 rank, memory, launches(peer_sum.CTAS), capacity, None,
-                RowWords(rank, memory_of_rows, launches(peer_rows.CTAS), of_rows)
+                RowWords(rank, memory_of_rows, launches(peer_sum.LAUNCHES), of_rows)
                 if of_rows else None,
             )
             for rank in range(ranks)

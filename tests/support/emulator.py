@@ -75,7 +75,7 @@ sum over ranks."""
 _WRITTEN_BEFORE = {
     "skinny_gemm_mma": ("x", "stats_in", "residual", "launches"),
     "skinny_gemm_wgmma": ("x_map", "stats_in", "input_scale", "residual", "launches"),
-    "skinny_gemm_many": ("x_map", "stats_in", "residual"),
+    "skinny_gemm_many": ("x_map", "stats_in", "residual", "launches"),
     "attention": ("qkv",),
     "prefill_attention": ("query", "chunks", "key_map", "value_map"),
     "embed": ("token_ids", "position_ids"),

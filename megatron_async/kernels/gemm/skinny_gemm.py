@@ -22,6 +22,7 @@ from megatron_async.kernels.compile import (
 from megatron_async.kernels.gemm.tile_config import (
     E4M3_STAGE_K,
     LAYER_NORM,
+    MANY_ROWS_KERNEL,
     SHARED_BYTES,
     SILU_GATE,
     STAGE_K,
@@ -179,6 +180,7 @@ class Sending(NamedTuple):
         sums: with epilogue ``ADD``, it waits for what the others send, and adds up over all ranks;
             with ``STORE`` another kernel does. All its CTAs must run at once
             (``device/waiting_grids.py``).
+        bare: the memory is that of ``peer_rows.cu``, which ``skinny_gemm_many.cu`` sums over.
     """
 
     memory: tuple[Tensor, ...]
@@ -186,10 +188,12 @@ class Sending(NamedTuple):
     launches: Tensor
     capacity: int
     sums: bool = False
+    bare: bool = False
 
     def takes(self, config: TileConfig, n: int) -> bool:
         """Whether a GEMM of ``n`` columns with such a tile config can sum."""
-        return not config.persistent and config.ctas(n) <= len(self.launches)
+        of_its_kind = self.bare == (config.kernel == MANY_ROWS_KERNEL)
+        return of_its_kind and not config.persistent and config.ctas(n) <= len(self.launches)
 
     @property
     def macros(self) -> dict[str, int]:

@@ -37,6 +37,7 @@
 #define MAINLOOP_BYTES (NORMED_AT + 8)
 #define SENT_AT 0                        // the ring, when all CTAs have read theirs
 #define ADDERS 3                         // warps
+#define BARE SUMS
 
 extern __shared__ __align__(1024) char shared[];
 
@@ -47,7 +48,7 @@ static_assert(MT % 8 == 0 && MT <= 32 && MT / 8 != 3, "blocks of 64 rows");
 static_assert(BLOCKS * RT <= 16, "sums of a thread");
 static_assert(MULTICAST * CLUSTER <= 8 && MT % MULTICAST == 0, "a cluster");
 static_assert(ST >= 2, "a stage is free when the next one has arrived");
-static_assert(!SCALES_ROWS && !SENDS && !SUMS && !ROUNDED, "bfloat16, one rank");
+static_assert(!SCALES_ROWS && !SENDS && !ROUNDED, "bfloat16, and sums over ranks where it ends");
 
 extern "C" __global__ void __cluster_dims__(CLUSTER * MULTICAST, 1, 1) __launch_bounds__(THREADS)
     skinny_gemm_many(const u16* x, const char* w, const u16* bias, const u16* norm_weight,
@@ -122,6 +123,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER * MULTICAST, 1, 1) __launch_
   if (MULTICAST * CLUSTER > 1) await_cluster();
   wait_for_predecessor();
   release_successor();
+#if SUMS
+#include "skinny_gemm_send.cuh"
+#endif
 
   // --- x ---------------------------------------------------------------------------------------
   if (leads)
@@ -262,6 +266,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER * MULTICAST, 1, 1) __launch_
     if (before == SPLIT_K - 1) arrivals[tile] = 0;  // for the next launch
   }
   __syncthreads();
+#if SUMS
+  if (before != SPLIT_K - 1) count_launch(launches, number);
+#endif
   if (before != SPLIT_K - 1) return;
   // All are loaded before anything is stored.
   if (HAS_SUMS)

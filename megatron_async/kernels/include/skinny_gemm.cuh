@@ -17,7 +17,8 @@
 //             its own too, for peer_sum.cu with SENT; `out` is not written. CAPACITY, LAUNCHES as there
 //   SUMS      1: of EPILOGUE 1, the product is a rank's partial sums: each CTA sends those of its tile to all
 //             RANKS ranks, waits for theirs of the same tile, and adds up in the order of ranks, with the bits
-//             of peer_sum.cu. All CTAs of the grid run at once, on each rank
+//             of peer_sum.cu. All CTAs of the grid run at once, on each rank. Words are those of peer_sum.cu,
+//             or with BARE those of peer_rows.cu, which are half as many bytes
 //   OWN       fragments that a CTA of a cluster finishes, if it finishes any
 //   W8        1: W is e4m3, a byte each, and weight_scale fp32 [N, K / SCALE_COLUMNS]; the product is that
 //             of each row and of each SCALE_COLUMNS columns, in fp32, times its scale. K of them: a scale
@@ -56,6 +57,9 @@
 #endif
 #ifndef SUMS
 #define SUMS 0
+#endif
+#ifndef BARE
+#define BARE 0
 #endif
 #if SENDS || SUMS
 #define SENDING , int place, const u64 *received, u32 *launches, PEERS
@@ -152,6 +156,9 @@ __device__ __forceinline__ float activate(float v) {
 
 #if SENDS || SUMS
 #include "peer_words.cuh"
+#if BARE
+#include "bare_words.cuh"
+#endif
 
 static_assert(N * MT * 8 <= CAPACITY, "room for all words");
 #endif

@@ -6,7 +6,11 @@
 #if SUMS
   // Where a fragment's words are in the memory of any rank: a lane's two lie next to each other.
   auto words_of = [&](int row_tile, int mt, int sender) {
+#if BARE
+    return ((size_t)(number & 1) * RANKS + sender) * (CAPACITY / 4) + ((size_t)row_tile * MT + mt) * 32 + lane;
+#else
     return ((size_t)(number & 1) * RANKS + sender) * SENT_WORDS + ((size_t)row_tile * MT + mt) * 64 + lane * 2;
+#endif
   };
   // Rounds a fragment's partial sums, times their scales, and sends them to the other ranks.
 #if SCALES_EARLY
@@ -25,18 +29,38 @@
 #pragma unroll
     for (int peer = 0; peer < RANKS; peer++)
       if (peer != place)
+#if BARE
+        publish_to_peer(to[peer] + words_of(row_tile, mt, place),
+                        (u64)pairs[1] << 32 | as_sent(pairs[0]));
+#else
         publish_to_peer(to[peer] + words_of(row_tile, mt, place), peer_word(pairs[0], number),
                         peer_word(pairs[1], number));
+#endif
   };
   // What rank `from` has sent of a fragment, or how this rank has it; whether it is there.
   auto receive_sums = [&](int row_tile, int mt, int from, const u32 (&own)[2], u32 (&pairs)[2]) {
     pairs[0] = own[0], pairs[1] = own[1];
     if (from == place || mt * 8 + g >= M || row_tile * 16 >= N) return true;
+#if BARE
+    const u64 both = poll_peer(received + words_of(row_tile, mt, from));
+    pairs[0] = (u32)both, pairs[1] = (u32)(both >> 32);
+    return both != 0;
+#else
     u64 upper, lower;
     poll_peer(received + words_of(row_tile, mt, from), upper, lower);
     pairs[0] = (u32)upper, pairs[1] = (u32)lower;
     return is_of(upper, number) && is_of(lower, number);
+#endif
   };
+#if BARE
+  // Behind the last look at what all have sent of a fragment.
+  auto clear_received = [&](int row_tile, int mt) {
+    if (mt * 8 + g >= M || row_tile * 16 >= N) return;
+#pragma unroll
+    for (int from = 0; from < RANKS; from++)
+      if (from != place) const_cast<u64*>(received)[words_of(row_tile, mt, from)] = 0;
+  };
+#endif
 #else
   // A warp's words of eight rows and eight columns lie next to each other.
   auto send_pair = [&](int mt, int columns, u32 pair) {

@@ -125,14 +125,12 @@ def _meet(group: Any, ranks: int, device: torch.device) -> PeerWords:
     rank, memory = _memory_of_all(group, ranks, device, sum(counts))
     of_sums, of_best, of_rows = zip(*(each.split(counts) for each in memory), strict=True)
 
-    def launches(ctas: int) -> Tensor:
-        return torch.zeros(ctas, dtype=torch.int32, device=device)
+    def launches() -> Tensor:
+        return torch.zeros(peer_sum.LAUNCHES, dtype=torch.int32, device=device)
 
-    many = None
-    if capacity:
-        many = RowWords(rank, of_rows, launches(peer_rows.CTAS), capacity)
+    many = RowWords(rank, of_rows, launches(), capacity) if capacity else None
     best = PeerBest(rank, of_best)
-    return PeerWords(rank, of_sums, launches(peer_sum.LAUNCHES), MOST_ELEMENTS, best, many)
+    return PeerWords(rank, of_sums, launches(), MOST_ELEMENTS, best, many)
 
 
 def _choosing_steps(words: PeerWords, group: Any, device: torch.device) -> PeerWords:

@@ -9,12 +9,11 @@
 //   RANKS      of the group, on one host; their GPUs reach each other's memory
 //   CAPACITY   elements that a rank can send to another in a launch
 //   CTAS       of the grid, the same for all numbers of rows and on all ranks, all running at once
+//   LAUNCHES   entries of `launches`, see peer_words.cuh. GEMMs send to these words too (skinny_gemm_many.cu)
 //   THREADS    of a CTA, those of _add_norm_kernel
 //
 // For few rows latency counts (peer_sum.cu), for many the bytes. So what travels is the partial sums alone,
-// without the number of the launch. A word of two elements has arrived when it is not 0: words are 0 before
-// they are sent, who has read a word sets it to 0 again, and a word 0 is sent as that of two negative zeros.
-// A sum that begins with 0 does not tell them apart.
+// without the number of the launch (bare_words.cuh).
 //
 // There is no barrier between ranks, and each thread waits for its own words alone. Words lie in two halves,
 // which launches use in turns. A rank sends in launch n + 2 when its launch n + 1 is over, so it had words
@@ -34,7 +33,9 @@ static_assert(RANKS <= 8 && CAPACITY % 8 == 0, "room for all words");
 extern "C" __device__ const int shared_bytes = 2 * WARPS * sizeof(float);
 extern __shared__ __align__(16) char shared[];
 
-__device__ __forceinline__ u32 as_sent(u32 word) { return word ? word : 0x80008000u; }
+#include "bare_words.cuh"
+#include "peer_words.cuh"
+
 __device__ __forceinline__ Vec as_sent(Vec v) {
   return Vec{as_sent(v.x), as_sent(v.y), as_sent(v.z), as_sent(v.w)};
 }
@@ -121,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   wait_for_predecessor();
   release_successor();
 
-  const u32 launch = load_l2(launches + blockIdx.x) + 1, half = launch & 1;
+  const u32 launch = next_launch(launches + blockIdx.x), half = launch & 1;
   Vec own[OWN][EACH], before[OWN][EACH];
 #pragma unroll
   for (int k = 0; k < OWN; k++)
@@ -185,5 +186,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
   }
   __syncthreads();  // all have read it
-  if (threadIdx.x == 0 && rows) launches[blockIdx.x] = launch;
+  if (rows) count_launch(launches, launch);
 }

@@ -55,7 +55,8 @@ class RowWords(NamedTuple):
         rank: this one's place in the group.
         memory: int64 ``[word_count]`` of each rank, as this one reaches it: of its own what it
             gets.
-        launches: int32, one for each CTA of the grid, which counts them.
+        launches: int32, one for each CTA of any grid that sends to the words, see
+            ``peer_words.cuh``.
         capacity: elements that a rank can send to another in a launch.
     """
 
@@ -99,14 +100,19 @@ class PeerRows:
 
     All ranks call it with the same rows in the same order.
 
+    Args:
+        ctas: of the grid, the same on all ranks.
+
     Attributes:
         words: what it was made with.
     """
 
-    def __init__(self, words: RowWords, hidden_size: int, device: torch.device) -> None:
+    def __init__(
+        self, words: RowWords, hidden_size: int, device: torch.device, ctas: int = CTAS
+    ) -> None:
         self.words = words
         self._hidden_size, self._device = hidden_size, device
-        self._ctas = len(words.launches)
+        self._ctas = ctas
 
     def why_not(self, rows: int) -> str | None:
         """Why it does not add up ``rows`` rows; None if it does."""
@@ -123,7 +129,8 @@ class PeerRows:
         macros = {
             "H": self._hidden_size, "OWN": _power_of_two(own), "RANKS": self.words.ranks,
             "CAPACITY": self.words.capacity, "CTAS": self._ctas,
-            "THREADS": threads_of(self._hidden_size), "NORM": int(norm),
+            "LAUNCHES": len(self.words.launches), "THREADS": threads_of(self._hidden_size),
+            "NORM": int(norm),
         }  # fmt: skip
         return "peer_rows", macros
 

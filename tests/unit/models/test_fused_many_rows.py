@@ -4,6 +4,7 @@ emulated kernels and on a GPU."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 import torch
 
 from megatron_async.kernels import compile as cuda
+from megatron_async.kernels.gemm.skinny_gemm import SkinnyGemm
 from megatron_async.kernels.gemm.tile_config import MAX_ROWS, TileConfig, padded
 from megatron_async.kernels.ranks import peer_sum
-from megatron_async.kernels.ranks.peer_sum import PeerWords
+from megatron_async.kernels.ranks.peer_rows import RowWords
+from megatron_async.kernels.ranks.peer_sum import PeerSum, PeerWords
 from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.fused import where
 from megatron_async.models.fused.decoder import FusedDecoder
@@ -24,7 +27,7 @@ from tests.support.cuda_kernels import device, on_both
 from tests.support.decode_rig import DecodeRig, bfloat16_model, small, state_of
 from tests.support.e4m3_modules import make_layers_e4m3
 from tests.unit.models.test_forward_accuracy import TOLERANCE
-from tests.unit.models.test_fused_blocks import rank_of, subclass
+from tests.unit.models.test_fused_blocks import Ranks, one_at_a_time, rank_of, subclass
 
 pytestmark = pytest.mark.sweep
 
@@ -106,6 +109,77 @@ def _begun(rig: DecodeRig, context: Any) -> Any:
     zeros = torch.zeros_like(slots)
     context.begin_decode(slots, zeros, context.block_table[slots, zeros] * 16, zeros + 1)
     return context
+
+
+# --- several ranks -------------------------------------------------------------------------------
+def _words(rank: int, memory: tuple[torch.Tensor, ...], capacity: int) -> PeerWords:
+    """Words of sums by a kernel and by GEMMs, on each rank in one tensor."""
+    half = len(memory[0]) // 2
+    of_sums, of_rows = zip(*(each.split(half) for each in memory), strict=True)
+    where: Any = {"dtype": torch.int32, "device": memory[0].device}
+    launches = [torch.zeros(peer_sum.LAUNCHES, **where) for _ in range(2)]
+    rows = RowWords(rank, of_rows, launches[0], capacity)
+    return PeerWords(rank, of_sums, launches[1], capacity, None, rows)
+
+
+@on_both(
+    *("name", "rows"),
+    gpu=[("qwen3", 65), ("llama", 128), ("llama", 100)],
+    small=[("qwen3", 65), ("llama", 128)],
+)
+def test_gemms_of_two_ranks_sum_where_they_end(
+    device: torch.device, name: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the embedding a kernel does. All that is launched was compiled ahead."""
+    config = config_of(
+        name, num_layers=1, num_attention_heads=6, num_kv_heads=2, ffn_hidden_size=512,
+        vocab_size=128,
+    )  # fmt: skip
+    model = bfloat16_model(config, device)
+    state, ranks = state_of(model), Ranks()
+    if device.type == "cpu":
+        one_at_a_time(monkeypatch)
+        monkeypatch.setattr(peer_sum, "CTAS", 1)
+    monkeypatch.setattr(PeerSum, "__call__", ranks.at_once(PeerSum.__call__))
+    monkeypatch.setattr(SkinnyGemm, "__call__", ranks.summed_at_once(SkinnyGemm.__call__))
+    capacity = 128 * config.hidden_size
+    memory = tuple(
+        torch.zeros(2 * 2 * 2 * capacity, dtype=torch.int64, device=device) for _ in range(2)
+    )
+    whole, streams = DecodeRig(config, device, rows), ([], [])
+
+    def run(rank: int) -> torch.Tensor:
+        share, half = rank_of(model, config, rank)
+        fused = FusedDecoder(share, all_reduce=lambda _: None, words=_words(rank, memory, capacity))
+        rig = DecodeRig(half, device, rows)
+        rig.tokens, rig.grids_may_wait = whole.tokens, True
+        assert fused.most_rows(rig.context()) == MAX_ROWS
+        assert not fused.covered([rows], rig.context()).fallbacks
+        sums = [
+            source
+            for source, macros in fused.kernels_of([rows], rig.context())
+            if macros.get("SUMS")
+        ]
+        assert sums == ["skinny_gemm_many"] * 2
+
+        def forward(ids: Any, positions: Any, context: Any, logits: torch.Tensor) -> None:
+            hidden = logits.new_empty(rows, config.hidden_size)
+            fused.forward(ids, positions, context, logits, hidden)
+            streams[rank].append(hidden)
+
+        if device.type == "cpu":
+            return rig.decode(forward)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            logits = rig.decode(forward)
+            torch.cuda.current_stream().synchronize()  # others read them on another stream
+            return logits
+
+    with ThreadPoolExecutor(2) as pool:
+        logits = torch.cat(list(pool.map(run, range(2))), dim=2)
+    first, second = (torch.stack(stream) for stream in streams)
+    assert first.equal(second), "all ranks have the same residual stream"
+    assert whole.error(logits, state) < LIMIT
+    assert (ranks.sums, ranks.summed) == (decode_rig.TOKENS, 2 * 2 * decode_rig.TOKENS)
 
 
 # --- steps that are left to the modules ----------------------------------------------------------
@@ -228,8 +302,8 @@ def test_ranks_leave_more_than_64_rows_to_modules() -> None:
     memory = tuple(torch.zeros(2 * 2 * 128 * 192, dtype=torch.int64) for _ in range(2))
     launches = torch.zeros(peer_sum.LAUNCHES, dtype=torch.int32)
     words = PeerWords(0, memory, launches, 128 * 192)
-    reason = "of more than 64 rows modules add up over ranks"
-    for given in (None, words):
+    reason = "of more than 64 rows modules add up over ranks, if no GEMM does"
+    for given in (None, words, _words(0, memory, 128 * 192)):  # the last one's grids may not wait
         fused = FusedDecoder(share, all_reduce=lambda tensor: None, words=given)
         covered = fused.covered([32], DecodeRig(half, CPU).context())
         assert not covered.fallbacks

@@ -150,7 +150,7 @@ def parallel_with(words: PeerWords | None) -> ModelParallel:
 
 
 def words_of_two(rank: int, memory: tuple[Tensor, ...], capacity: int) -> PeerWords:
-    launches = torch.zeros(2, dtype=torch.int32)
+    launches = torch.zeros(peer_rows.CTAS, dtype=torch.int32)
     none = torch.zeros(1, dtype=torch.int64)
     many = RowWords(rank, memory, launches, capacity)
     return PeerWords(rank, (none, none), launches, 0, None, many)

@@ -78,10 +78,10 @@ class AttentionBlock:
 
     def why_not(self, rows: int, context: Any) -> str | None:
         """Why it does not run for padded ``rows`` in such a context; None if it does."""
-        return self._unsupported(context) or self._gemms_why_not(rows)
+        return self._unsupported(context) or self._gemms_why_not(rows, context)
 
-    def _gemms_why_not(self, rows: int) -> str | None:
-        return self._projection.why_not(rows) or missing(self._gemms, rows)
+    def _gemms_why_not(self, rows: int, context: Any) -> str | None:
+        return self._projection.why_not(rows, context) or missing(self._gemms, rows)
 
     def __call__(self, step: Step, given: Tensor | None, reader: Norm | None) -> Tensor | None:
         """Add the layer's attention to the residual stream.
@@ -141,7 +141,7 @@ class AttentionBlock:
             yield "attention", macros
         else:
             _log_no_windows(reason)
-        if self._gemms_why_not(most) is None:
+        if self._gemms_why_not(most, context) is None:
             yield from self._qkv.work(most)
             yield from self._projection.work(most, reader, context)
 

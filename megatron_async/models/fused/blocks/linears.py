@@ -111,10 +111,12 @@ class RowParallel:
         """The GEMM for padded ``rows``, and where it sends its output."""
         if self._sums is None:
             return self.gemm, None
-        sends, tiling = self._sums.summing(rows, context), self._summed.tiling(rows)
-        if sends is None or tiling is None or (self._summed, rows) in self._kernels.too_large:
+        tiling = self._summed.tiling(rows)
+        if tiling is None or (self._summed, rows) in self._kernels.too_large:
             return self.gemm, self._sending(rows)
-        if sends.takes(tiling, self.gemm.n):
+        bare = tiling.kernel == MANY_ROWS_KERNEL
+        sends = self._sums.summing(rows, context, bare=bare)
+        if sends is not None and sends.takes(tiling, self.gemm.n):
             return self._summed, sends
         return self.gemm, self._sending(rows)
 
@@ -151,11 +153,14 @@ class RowParallel:
         kernel(x, weight, partial, weight_scale=self._scale, input_scale=scale)
         return self._sums.add(partial, bias, residual, reader, self._where)
 
-    def why_not(self, rows: int) -> str | None:
+    def why_not(self, rows: int, context: Any) -> str | None:
         """Why it does not run for padded ``rows``; None if nothing is known against it."""
-        if self._sums is not None and rows > FEW_ROWS:
-            return f"of more than {FEW_ROWS} rows modules add up over ranks"
-        return None
+        if self._sums is None or rows <= FEW_ROWS:
+            return None
+        gemm, _ = self._way(rows, context)
+        if gemm.epilogue == ADD:
+            return None
+        return f"of more than {FEW_ROWS} rows modules add up over ranks, if no GEMM does"
 
     def statistic_rows(self, rows: int) -> int | None:
         """Elements that one partial statistic of a step of ``rows`` rows covers, if the epilogue

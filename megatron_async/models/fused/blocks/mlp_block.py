@@ -47,7 +47,7 @@ class MlpBlock:
 
     def why_not(self, rows: int, context: Any) -> str | None:
         """Why it does not run for padded ``rows``; None if it does."""
-        return self._fc2.why_not(rows) or missing(self._gemms, rows)
+        return self._fc2.why_not(rows, context) or missing(self._gemms, rows)
 
     def __call__(self, step: Step, given: Tensor | None, reader: Norm | None) -> Tensor | None:
         """Add the layer's MLP to the residual stream, see :class:`~.attention_block.AttentionBlock`

@@ -26,9 +26,9 @@ LEAST_SENT_ROWS = 16
 """Padded rows from which on GEMMs send their partial sums themselves, which is quicker at 32 and 64
 rows, and at one row not."""
 MOST_SUMMED_ROWS = 32
-"""Padded rows up to which the kernel that computes partial sums adds them up itself. On two H200 a
-step of Llama-8B took 2.128 ms with it and 2.211 without at one row, 2.531 and 2.601 at 32 rows, but
-3.118 and 3.07 at 64."""
+"""Padded rows up to which the kernel that computes partial sums adds them up itself, but for
+``skinny_gemm_many.cu``, which sends half the bytes. On two H200 a step of Llama-8B took 2.128 ms
+with it and 2.211 without at one row, 2.531 and 2.601 at 32 rows, but 3.118 and 3.07 at 64."""
 
 
 class RankSums:
@@ -46,7 +46,7 @@ class RankSums:
         hidden_size: int,
         device: torch.device,
     ) -> None:
-        self._all_reduce = all_reduce
+        self._all_reduce, self._hidden_size = all_reduce, hidden_size
         self._kernel: PeerSum | None = None
         if words is not None:
             from megatron_async.kernels.ranks.peer_sum import PeerSum
@@ -69,12 +69,21 @@ class RankSums:
         :meth:`partial`."""
         return None if rows < LEAST_SENT_ROWS else self._words(rows, sums=False)
 
-    def summing(self, rows: int, context: Any) -> Sending | None:
+    def summing(self, rows: int, context: Any, *, bare: bool = False) -> Sending | None:
         """Over whose memory the kernel in front sums padded ``rows`` itself; None where it does
-        not."""
-        if rows > MOST_SUMMED_ROWS or not context.grids_may_wait:
+        not.
+
+        Args:
+            bare: it sends elements alone, see ``peer_rows.cu``.
+        """
+        if not context.grids_may_wait:
             return None
-        return self._words(rows, sums=True)
+        if not bare:
+            return None if rows > MOST_SUMMED_ROWS else self._words(rows, sums=True)
+        words = None if self._kernel is None else self._kernel.words.of_rows
+        if words is None or self._hidden_size % 16 or rows * self._hidden_size > words.capacity:
+            return None
+        return Sending(words.memory, words.rank, words.launches, words.capacity, True, True)
 
     def _words(self, rows: int, *, sums: bool) -> Sending | None:
         kernel = self._kernel
