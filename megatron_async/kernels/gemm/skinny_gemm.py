@@ -246,6 +246,7 @@ class SkinnyGemm:
         rounded: bool = False,
     ) -> None:
         sm_count, limit = cuda.sm_count(device.index or 0), block_limit(device)
+        rows = config.kernel_rows(rows)
         macros = defines(
             n, k, rows, norm, epilogue, norm_statistics, config, sm_count, limit, scale_columns,
             e4m3_inputs, rounded,
@@ -398,9 +399,9 @@ def defines(
     shared memory."""
     alone = alone_ctas(sm_count) <= config.ctas(n) <= sm_count
     macros = {
-        "N": n, "K": k, "MT": row_groups(rows), "NORM": norm, "EPILOGUE": epilogue,
-        "STATS": norm_statistics, "RT": config.row_tiles, "SPLIT_K": config.split_k,
-        "ST": config.stages, "PERSISTENT": int(config.persistent),
+        "N": n, "K": k, "MT": row_groups(config.kernel_rows(rows)), "NORM": norm,
+        "EPILOGUE": epilogue, "STATS": norm_statistics, "RT": config.row_tiles,
+        "SPLIT_K": config.split_k, "ST": config.stages, "PERSISTENT": int(config.persistent),
         "WORKSPACE": int(config.workspace), "OWN": config.owned(rows),
         "MIN_SHARED": min(ALONE_BYTES, limit - STATIC_BYTES) if alone else 0,
     }  # fmt: skip

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator
 
 from megatron_async.kernels.gemm.tile_config import (
     ADD,
-    ANY_SHAPE_ROWS,
     FEW_ROWS,
     HEURISTIC,
     MAX_ROWS,
@@ -25,6 +24,7 @@ from megatron_async.kernels.gemm.tile_config import (
     Entry,
     GemmProblem,
     TileConfig,
+    is_of_many_rows,
     lookup,
     measured,
     stage_columns,
@@ -51,8 +51,7 @@ def find(
 
     The measured one of this shape at these rows, or at rows near by, that can be built and needs no
     TMA where there is none; for e4m3 weights with a scale for some columns, also one for weights
-    with a scale for each row. Else the heuristic's, with bfloat16 weights not for rows
-    between :data:`ANY_SHAPE_ROWS` and :data:`FEW_ROWS`. More than :data:`MAX_ROWS` have none.
+    with a scale for each row. Else the heuristic's. More than :data:`MAX_ROWS` have none.
     """
     rows, n, k, norm, epilogue, scale_columns, e4m3_inputs = problem
     assert norm is not None and epilogue is not None
@@ -66,9 +65,7 @@ def find(
             continue
         if entry.config.can_serve(problem, limit):
             return entry
-    if ANY_SHAPE_ROWS < rows <= FEW_ROWS and not scale_columns:
-        return None
-    many = rows > FEW_ROWS
+    many = is_of_many_rows(rows, scale_columns)
     if e4m3_inputs or many or (not scale_columns and n * k >= RANKED_WEIGHTS):
         found = ranked(problem, tma=tma, sm_count=sm_count, limit=limit)
         if found or e4m3_inputs or many:
@@ -371,13 +368,15 @@ def short_list(
 ) -> list[TileConfig]:
     """The configs of :func:`balanced` and of other numbers of rows; for many rows, and with inputs
     in e4m3, all with TMA."""
-    if problem.rows > FEW_ROWS:
-        return list(ranked(problem, tma=tma, sm_count=sm_count, limit=limit))[: 2 * count]
-    if problem.e4m3_inputs and not any(
-        config.can_serve(problem, limit) for config in tma_configs(problem.n, sm_count)
-    ):  # the weight does not fill the GPU
+    by_wgmma = any(config.can_serve(problem, limit) for config in tma_configs(problem.n, sm_count))
+    if is_of_many_rows(problem.rows, problem.scale_columns):
+        found = list(ranked(problem, tma=tma, sm_count=sm_count, limit=limit))[: 2 * count]
+        if problem.rows <= FEW_ROWS and by_wgmma and tma:
+            found += deepest(problem, tma=tma, sm_count=sm_count, limit=limit)
+        return found
+    if problem.e4m3_inputs and not by_wgmma:  # the weight does not fill the GPU
         return list(ranked(problem, tma=tma, sm_count=sm_count, limit=limit))
-    if problem.e4m3_inputs or (problem.rows > ANY_SHAPE_ROWS and not problem.scale_columns):
+    if problem.e4m3_inputs:
         return deepest(problem, tma=tma, sm_count=sm_count, limit=limit)
     known = known_configs(problem.n, problem.k)
     return [*known, *balanced(problem, count, tma=tma, sm_count=sm_count, limit=limit)]

@@ -32,8 +32,8 @@ FEW_ROWS = 64
 """More rows go to ``skinny_gemm_many.cu``, which takes bfloat16 weights alone."""
 MAX_ROWS = 128
 ANY_SHAPE_ROWS = 32
-"""With bfloat16 weights more rows, up to :data:`FEW_ROWS`, go to the wgmma kernel alone, of shapes
-that were measured."""
+"""With bfloat16 weights more rows, up to :data:`FEW_ROWS`, go to the wgmma kernel of shapes that
+were measured, and to ``skinny_gemm_many.cu`` of others."""
 SHARED_BYTES = HOPPER_BYTES
 """Shared memory of a CTA at most, and of all CTAs of an SM together, where no other limit is
 given."""
@@ -110,6 +110,10 @@ class TileConfig(NamedTuple):
         """Rows of W in a CTA's tile."""
         return 16 * self.row_tiles * self.warps_n
 
+    def kernel_rows(self, rows: int) -> int:
+        """The rows that its kernel is built for, for padded ``rows``."""
+        return max(FEW_ROWS, rows) if self.multicast and rows > ANY_SHAPE_ROWS else rows
+
     def ctas(self, n: int) -> int:
         """CTAs that cover ``n`` rows of W."""
         each = max(1, self.multicast)
@@ -126,7 +130,7 @@ class TileConfig(NamedTuple):
         or equal parts of one, since statistics are of such.
         """
         tiles = self.row_tiles * self.warps_n
-        fragments = row_groups(rows) * tiles
+        fragments = row_groups(self.kernel_rows(rows)) * tiles
         if self.workspace:
             return fragments
         own = -(-fragments // self.split_k)
@@ -136,6 +140,7 @@ class TileConfig(NamedTuple):
 
     def shared_bytes(self, k: int, rows: int, scale_columns: int = 0, e4m3: bool = False) -> int:
         """About what a CTA takes: the ring of W and x, received partial sums, and a reserve."""
+        rows = self.kernel_rows(rows)
         stage_k = stage_columns(scale_columns)
         in_cluster = self.split_k > 1 and not self.workspace
         sent = self.owned(rows) * self.split_k * self.warps_k * 512 if in_cluster else 0
@@ -203,6 +208,7 @@ class TileConfig(NamedTuple):
         self, n: int, k: int, rows: int, norm: int | None, epilogue: int | None, scale_columns: int
     ) -> bool:
         """Whether ``skinny_gemm_many.cu`` can be built so, wherever it has room."""
+        rows = self.kernel_rows(rows)
         blocks = max(1, rows // 128)  # of 64 rows, in a warpgroup
         cluster = self.multicast if self.workspace else self.multicast * self.split_k
         whole = n % self.weight_rows == 0 and n // self.weight_rows % max(1, self.multicast) == 0
@@ -445,6 +451,11 @@ def takes_scales(k: int, scale_columns: int) -> bool:
     if scale_columns == k:
         return k % STAGE_K == 0
     return k % E4M3_STAGE_K == 0 and scale_columns in SCALE_COLUMNS
+
+
+def is_of_many_rows(rows: int, scale_columns: int) -> bool:
+    """Whether weights that nobody measured go to ``skinny_gemm_many.cu`` at padded ``rows``."""
+    return rows > (FEW_ROWS if scale_columns else ANY_SHAPE_ROWS)
 
 
 def row_groups(rows: int) -> int:

@@ -68,7 +68,7 @@ def open_problems(gemms: Mapping[str, Gemm], rows: Iterable[int]) -> Iterator[Op
     for size in sorted(sizes, key=ROWS.index):
         for gemm in gemms.values():
             problem = gemm.case(size)
-            # More rows of bfloat16 run in modules where nobody measured: that may be as fast.
+            # The estimate of these is near, and a start has few seconds.
             too_many = ANY_SHAPE_ROWS < size <= FEW_ROWS and not gemm.scale_columns
             if too_many or problem in seen or is_measured(gemm, problem):
                 continue

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -42,6 +43,7 @@ from tests.support.cuda_kernels import emulated
 from tests.support.kernel_shapes import gemm_shapes
 
 KERNEL, SMS = "skinny_gemm_many", 132
+HOPPER: Any = {"tma": True, "sm_count": SMS}
 _ASSERTION = re.compile(r'static_assert\((.+), "[^"]*"\);')
 _PROBLEMS = [
     GemmProblem(128, 6144, 4096, RMS_NORM, STORE),
@@ -119,7 +121,7 @@ def test_what_no_kernel_of_many_rows_has_fits_nothing(others: dict[str, int]) ->
 
 def test_few_rows_fit_into_it_too_and_e4m3_does_not() -> None:
     config = _many(4, 1, 3, multicast=2)
-    for rows, fits in ((32, False), (48, False), (64, True), (96, False), (128, True)):
+    for rows, fits in ((32, False), (48, True), (64, True), (96, False), (128, True)):
         assert config.fits(6144, 4096, rows, RMS_NORM, STORE) is fits, rows
     problem = GemmProblem(128, 6144, 4096, NO_NORM, STORE)
     assert config.can_serve(problem)
@@ -219,8 +221,14 @@ def test_other_rows_norms_and_weights_have_other_kernels_or_none() -> None:
         assert ranked(problem._replace(**others), tma=True, sm_count=SMS) == ()
         assert find(problem._replace(**others), sm_count=SMS) is None
     assert find(problem, False, sm_count=SMS) is None
-    few = ranked(problem._replace(rows=64), tma=True, sm_count=SMS)
+    few = ranked(problem._replace(rows=32), tma=True, sm_count=SMS)
     assert few and {config.multicast for config in few} == {0}
+    kinds = [
+        {config.multicast > 0 for config in ranked(problem._replace(rows=rows, **others), **HOPPER)}
+        for rows in (48, 64)
+        for others in ({}, {"norm": NO_NORM, "scale_columns": 4096, "e4m3_inputs": True})
+    ]
+    assert kinds == [{True}, {False}] * 2
 
 
 def test_a_shape_takes_what_was_measured_or_what_is_ranked_first(

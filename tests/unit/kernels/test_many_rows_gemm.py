@@ -102,7 +102,11 @@ _SMALL: list[tuple[Shape, int, TileConfig]] = [
     ((203, 320, RMS_NORM, STORE, True), 70, many(1, 1, 4, 4, persistent=True)),
     ((128, 192, RMS_NORM, SILU_GATE, True), 128, many(1, 1, 5, 4, persistent=True)),
     ((192, 192, RMS_NORM, SILU_GATE, False), 100, many(2, 1, 2, 2, persistent=True)),
-    # One warpgroup, and two that have 128 rows each.
+    # One warpgroup, which 48 rows have too, and two that have 128 rows each.
+    ((64, 256, RMS_NORM, STORE, True), 33, many(2, 1, 2, 2)),
+    ((64, 448, NO_NORM, ADD, True), 48, many(2, 2, 2, 1)),
+    ((64, 320, NO_NORM, ADD, False), 40, many(2, 2, 2, 1, workspace=True)),
+    ((128, 192, RMS_NORM, SILU_GATE, False), 41, many(1, 1, 3, 1)),
     ((64, 256, RMS_NORM, STORE, True), 64, many(2, 1, 2, 2)),
     ((64, 448, NO_NORM, ADD, True), 50, many(2, 2, 2, 2)),
     ((128, 192, RMS_NORM, SILU_GATE, False), 60, many(1, 1, 3, 8)),

@@ -133,7 +133,7 @@ def group_of(
     """Ranks with room for what GEMMs of ``n`` columns send of ``rows``."""
     torch.manual_seed(ranks)
     ctas = {"ctas": 2} if device.type == "cpu" else {}
-    group = Ranks(ranks, n, device, max(map(padded, rows)), launches=launches, **ctas)
+    group = Ranks(ranks, n, device, max(64, *map(padded, rows)), launches=launches, **ctas)
     group.load(list(rows))
     return group
 
@@ -158,6 +158,7 @@ def group_of(
         (2, (64, 192), many(2, 3, 2, 1, workspace=True), (66,)),
         (2, (64, 192), many(2, 2, 2, 2, workspace=True), (128,)),
         (2, (64, 192), many(2, 2, 2, 1), (50, 64)),
+        (2, (64, 192), many(2, 2, 2, 2), (40, 33)),
         (2, (64, 128), many(1, 1, 2, 1), (129, 255)),
         (3, (64, 128), many(2, 1, 2, 1), (65,)),
         (4, (32, 128), many(1, 2, 2, 1), (70,)),

@@ -22,6 +22,7 @@ from megatron_async.kernels.gemm import tile_choice
 from megatron_async.kernels.gemm.tile_choice import MIN_STAGES, known_configs, neighbours
 from megatron_async.kernels.gemm.tile_config import (
     LAYER_NORM,
+    NO_NORM,
     RMS_NORM,
     SHARED_BYTES,
     STAGE_K,
@@ -174,6 +175,9 @@ def test_the_short_list_begins_with_what_is_known() -> None:
     assert found[: len(known)] == known and len(known) >= 3
     assert found[len(known) :] == tile_choice.balanced(problem, 24, **HOPPER)
     wide = PRODUCT.case(64)
+    found = [*ranked(wide, **HOPPER)[:48], *tile_choice.deepest(wide, **HOPPER)]
+    assert tile_choice.short_list(wide, 24, **HOPPER) == found
+    wide = wide._replace(norm=NO_NORM, scale_columns=4096, e4m3_inputs=True)
     assert tile_choice.short_list(wide, 24, **HOPPER) == tile_choice.deepest(wide, **HOPPER)
     many = PRODUCT.case(128)
     assert tile_choice.short_list(many, 24, **HOPPER) == list(ranked(many, **HOPPER))[:48]
@@ -182,7 +186,8 @@ def test_the_short_list_begins_with_what_is_known() -> None:
 def test_many_rows_begin_with_tma_configs_that_can_be_built(compiled: list[int]) -> None:
     unknown = replace(PRODUCT, n=6400)
     for rows in (48, 64):
-        assert unknown.tiling(rows) is None
+        chosen = unknown.tiling(rows)
+        assert chosen == ranked(unknown.case(rows), **HOPPER)[0] and chosen.multicast
         problem = unknown.case(rows)
         found = tile_choice.deepest(problem, **HOPPER)
         assert len(set(found)) == len(found) > 10
@@ -193,9 +198,8 @@ def test_many_rows_begin_with_tma_configs_that_can_be_built(compiled: list[int])
             assert config.stages == 10 or any(
                 bytes_[0] <= limit < bytes_[1] for limit in (SHARED_BYTES, SHARED_BYTES // 2)
             )
-        for product, first in ((unknown, found[-1]), (PRODUCT, PRODUCT.tiling(rows))):
-            if first is not None:
-                assert tuner.Search(OneProduct(product, rows)).best == {"qkv": first}
+        for product in (unknown, PRODUCT):
+            assert tuner.Search(OneProduct(product, rows)).best == {"qkv": product.tiling(rows)}
     with pytest.raises(ValueError, match="6400 x 4096"):
         tile_choice.deepest(unknown.case(64)._replace(norm=LAYER_NORM), **HOPPER)
 

@@ -31,7 +31,7 @@ PROBLEMS = [
     GemmProblem(1, 7168, 5120, RMS_NORM, STORE),
     GemmProblem(8, 5120, 13824, NO_NORM, ADD),
     GemmProblem(32, 27648, 5120, RMS_NORM, SILU_GATE),
-    GemmProblem(64, 5120, 2560, NO_NORM, STORE),
+    GemmProblem(64, 5120, 2560, NO_NORM, STORE, 2560, True),
     GemmProblem(8, 152064, 5120, RMS_NORM, STORE),
     GemmProblem(4, 5760, 1920, LAYER_NORM, STORE),
     GemmProblem(32, 15360, 5120, RMS_NORM, STORE, 128),

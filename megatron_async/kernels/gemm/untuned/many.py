@@ -76,18 +76,19 @@ def estimated_us(problem: GemmProblem, config: TileConfig, sm_count: int) -> flo
     running = min(ctas, sm_count)
     waves = -(-ctas // running)
     weight = 128 * config.weight_rows
-    x = 1024 * row_groups(problem.rows)
+    groups = row_groups(config.kernel_rows(problem.rows))
+    x = 1024 * groups
     stage = max(
         weight * running / MEMORY / min(1.0, running / (READING * sm_count)),
         (weight + x) / SM,
-        PRODUCTS * config.row_tiles * row_groups(problem.rows) / 8,
+        PRODUCTS * config.row_tiles * groups / 8,
     )
     stages = stage_count(problem.k, 0) / config.split_k
     us = BEGIN + waves * (END + stage * stages) + ctas * stages * x / config.multicast / L2
     us += 0.0 if problem.norm == NO_NORM else NORM
     if config.split_k > 1:
         once, rate = (WORKSPACE, WORKSPACE_SUMS) if config.workspace else (IN_CLUSTER, CLUSTER_SUMS)
-        us += once + 32 * row_groups(problem.rows) * config.weight_rows / rate
+        us += once + 32 * groups * config.weight_rows / rate
     return us
 
 

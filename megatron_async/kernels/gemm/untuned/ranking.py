@@ -17,12 +17,12 @@ from typing import NamedTuple
 from megatron_async.kernels.gemm.skinny_gemm import ALONE_BYTES, alone_ctas
 from megatron_async.kernels.gemm.tile_config import (
     ADD,
-    FEW_ROWS,
     NO_NORM,
     SHARED_BYTES,
     SILU_GATE,
     GemmProblem,
     TileConfig,
+    is_of_many_rows,
     row_groups,
     stage_columns,
     stage_count,
@@ -244,7 +244,7 @@ def ranked(
     problem: GemmProblem, *, tma: bool, sm_count: int, limit: int = SHARED_BYTES
 ) -> tuple[TileConfig, ...]:
     """Configs that can be built, by their estimated time."""
-    if problem.rows > FEW_ROWS:
+    if is_of_many_rows(problem.rows, problem.scale_columns):
         from megatron_async.kernels.gemm.untuned import many
 
         return tuple(many.ranked(problem, sm_count, limit) if tma else ())

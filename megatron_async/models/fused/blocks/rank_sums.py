@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.kernels.gemm.skinny_gemm import Sending
-from megatron_async.kernels.gemm.tile_config import RMS_NORM, padded
+from megatron_async.kernels.gemm.tile_config import FEW_ROWS, RMS_NORM, padded
 from megatron_async.models.fused.blocks.gemms import Work
 from megatron_async.models.fused.blocks.residual import AllReduce, Norm, Residual
 
@@ -81,7 +81,8 @@ class RankSums:
         if not bare:
             return None if rows > MOST_SUMMED_ROWS else self._words(rows, sums=True)
         words = None if self._kernel is None else self._kernel.words.of_rows
-        if words is None or self._hidden_size % 16 or rows * self._hidden_size > words.capacity:
+        size = max(FEW_ROWS, rows) * self._hidden_size
+        if words is None or self._hidden_size % 16 or size > words.capacity:
             return None
         return Sending(words.memory, words.rank, words.launches, words.capacity, True, True)
 
