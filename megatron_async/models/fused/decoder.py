@@ -355,10 +355,8 @@ class FusedDecoder:
         """Return the rows up to which steps in such a context have fused blocks.
 
         Of more than :data:`FEW_ROWS` all blocks have, or none; that only some have was not
-        measured, and neither were drafts.
+        measured.
         """
-        if context.num_speculative_tokens:
-            return FEW_ROWS
         whole = all(place.why_not(MAX_ROWS, context) is None for place in self._places)
         return MAX_ROWS if whole else FEW_ROWS
 

@@ -103,6 +103,27 @@ def test_steps_of_many_rows_have_no_fallback(
     assert rig.error(rig.decode(fused.forward, context), state_of(model)) < LIMIT
 
 
+@on_both(
+    *("rows", "window"),
+    gpu=[(33, 2), (42, 3), (16, 8)],
+    small=[(33, 2), (25, 5)],
+)
+def test_windows_of_many_tokens_have_no_fallback(
+    device: torch.device, rows: int, window: int
+) -> None:
+    """Tokens of rows that have drafts, some of them behind a row's end."""
+    config = config_of("qwen3", num_layers=1)
+    model = bfloat16_model(config, device)
+    fused = FusedDecoder(model)
+    rig = DecodeRig(config, device, rows)
+    context = rig.context(window=window)
+    assert 64 < rows * window <= fused.most_rows(context) == MAX_ROWS
+    assert not fused.covered([rows * window], context).fallbacks
+    sources = {source for source, _ in fused.kernels_of([rows * window], context)}
+    assert "skinny_gemm_many" in sources
+    assert rig.error(rig.decode_windows(fused.forward, context), state_of(model)) < LIMIT
+
+
 def _begun(rig: DecodeRig, context: Any) -> Any:
     """With a decode step's metadata."""
     slots = torch.arange(rig.rows, device=rig.device)
@@ -278,19 +299,6 @@ def test_experts_leave_more_than_64_rows_to_modules(shared: int | None) -> None:
     reason = "more than 64 rows of experts"
     assert _reasons(fused, config) == {reason}
     assert _is_left(fused, 65, config) and _is_left(fused, 128, config)
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_drafts_leave_more_than_64_tokens_to_modules() -> None:
-    config = config_of("qwen3")
-    fused = FusedDecoder(bfloat16_model(config, CPU))
-    assert _is_fused(fused, 66, config)
-    context = DecodeRig(config, CPU, 1).context(window=2)
-    assert fused.most_rows(context) == 64 and not fused.covered([32], context).fallbacks
-    for tokens in (66, 128):
-        assert fused.covered([tokens], context).off == "more than 64 rows"
-        sources = {source for source, _ in fused.kernels_of([tokens], context)}
-        assert "skinny_gemm_many" not in sources
 
 
 @pytest.mark.usefixtures("on_cpu")
