@@ -227,11 +227,11 @@ void load_tile(unsigned into, const u64* map, std::vector<int> at, unsigned barr
     for (int chunk = 0; chunk < 8; chunk++) {
       const int first = at[0] + chunk * (16 / (int)strides[0]);  // elements, of so many bytes
       const char* from = (const char*)map[0] + first * strides[0];
-      bool inside = first < (long long)sizes[0];
+      bool inside = first >= 0 && first < (long long)sizes[0];
       long long rest = row;
       for (size_t d = 1; d < at.size(); rest /= tile[d], d++) {
         const long long i = at[d] + rest % (long long)tile[d];
-        inside = inside && i < (long long)sizes[d];
+        inside = inside && i >= 0 && i < (long long)sizes[d];
         from += i * strides[d];
       }
       const unsigned to = into + row * 128 + chunk * 16, place = to ^ (to >> 7 & 7) << 4;

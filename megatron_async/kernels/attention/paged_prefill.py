@@ -36,7 +36,7 @@ def paged_mixed_attention(
     (``paged_decode.paged_decode_attention``), on CUDA where :func:`has_kernel` says so.
 
     On CUDA this is a kernel whose launch depends on shapes alone: ``prefill_attention.cu`` where
-    ``prefill_attention.attends`` says so, else Triton's where :func:`has_kernel` does. The
+    ``prefill_attention.why_not`` has no reason, else Triton's where :func:`has_kernel` does. The
     reference reads ``chunks`` on the host.
     """
     if invariant and latent is None and has_kernel(query):
@@ -50,12 +50,14 @@ def paged_mixed_attention(
     if query.is_cuda:
         from megatron_async.kernels.attention import prefill_attention
 
-        if prefill_attention.attends(query, key_cache, latent=latent, sinks=sinks):
+        reason = prefill_attention.why_not(query, key_cache, latent=latent, sinks=sinks)
+        if reason is None:
             prefill_attention.prefill_attention(
                 query, key_cache, value_cache, block_table, chunks, scale, out,
                 window=window, soft_cap=soft_cap, sinks=sinks,
             )  # fmt: skip
             return
+        prefill_attention.log_once(reason)
     if has_kernel(query, latent):
         from megatron_async.kernels.attention.paged_prefill_triton import (
             paged_mixed_attention_triton,

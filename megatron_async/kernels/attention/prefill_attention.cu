@@ -186,17 +186,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       const Work work = find(item_of(n));
       const int end = work.begin + work.count, kv_head = work.part / SHARES;
       const int first = first_tile(work.begin), last = last_tile(end);
-      // The block of a lane's box of a tile, or -1.
+      // The block of a lane's box of a tile. What is no block of the cache is read as zeros.
       auto block_of = [&](int tile) {
         const int place = tile * KEYS + lane * BOX;
-        return lane < BOXES && place < end ? (int)load_l2(work.table + place / BLOCK) : -1;
+        return lane < BOXES && place < end ? (int)load_l2(work.table + place / BLOCK) : 0;
       };
       auto load = [&](const TensorMap& map, int tile, int block, u32 into, u32 barrier) {
         constexpr int halves = E4M3 ? RAW_HALVES : HALVES;
         const int boxes = min((end - tile * KEYS + BOX - 1) / BOX, BOXES);
         if (lane == 0) expect_bytes(barrier, boxes * BOX * halves * 128);
         __syncwarp();
-        if (block >= 0)
+        if (lane < boxes)
           for (int h = 0; h < halves; h++)
             tma_load(into + h * KEYS * 128 + lane * BOX * 128, map, h * (E4M3 ? 128 : 64),
                      (tile * KEYS + lane * BOX) % BLOCK, kv_head, block, barrier);

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -12,6 +14,8 @@ from megatron_async.kernels.attention.e4m3_cache import E4M3
 from megatron_async.kernels.attention.tiles import heads_at_once
 from megatron_async.kernels.compile import Bf16, Int32, Int64, TensorMap, kernel
 from megatron_async.kernels.compile_ahead import rehearsing
+
+logger = logging.getLogger(__name__)
 
 ROWS = 128
 """Queries of a tile."""
@@ -95,31 +99,39 @@ class Form(NamedTuple):
         }
 
 
-def attends(
+def why_not(
     query: Tensor, key_cache: Tensor, *, latent: int | None = None, sinks: Tensor | None = None
-) -> bool:
-    """Whether the kernel takes ``query`` [T, Hq, D] over a cache [blocks, bs, Hkv, D]: on GPUs
-    with wgmma, in bfloat16, also over e4m3, and in float16 without sinks; nothing latent."""
-    if latent is not None or not query.is_cuda:
-        return False
-    block_size, kv_heads, head_dim = key_cache.shape[1:]
+) -> str | None:
+    """Why the kernel does not take ``query`` [T, Hq, D] over a cache [blocks, bs, Hkv, D]; None if
+    it does: on GPUs with wgmma, in bfloat16, also over e4m3, and in float16 without sinks; nothing
+    latent."""
+    if not query.is_cuda:
+        return "it runs on a GPU"
+    if latent is not None:
+        return "the cache is latent"
     dtypes = query.dtype, key_cache.dtype
     if dtypes not in (
         (torch.bfloat16, torch.bfloat16), (torch.bfloat16, E4M3), (torch.float16, torch.float16),
     ):  # fmt: skip
-        return False
+        return f"queries are {query.dtype}, and the cache {key_cache.dtype}"
     if sinks is not None and {sinks.dtype, query.dtype} != {torch.bfloat16}:
-        return False
+        return f"sinks are {sinks.dtype}, and queries {query.dtype}"
+    block_size, kv_heads, head_dim = key_cache.shape[1:]
+    step = ALIGNED if key_cache.dtype != E4M3 else 2 * ALIGNED
+    if head_dim % step or head_dim > MOST_HEAD_DIM:
+        return f"the head dimension {head_dim} is no multiple of {step} up to {MOST_HEAD_DIM}"
+    if block_size % 16 or query.shape[1] % kv_heads:
+        return f"blocks of {block_size} tokens, {query.shape[1]} heads and {kv_heads} KV heads"
+    if not has_map(key_cache):
+        return "TMA does not take the strides of the cache"
     index = query.device.index or 0
-    return (
-        head_dim % (ALIGNED if key_cache.dtype != E4M3 else 2 * ALIGNED) == 0
-        and head_dim <= MOST_HEAD_DIM
-        and block_size % 16 == 0
-        and query.shape[1] % kv_heads == 0
-        and has_map(key_cache)
-        and cuda.unavailable(index) is None
-        and cuda.has_wgmma(index)
-    )
+    return cuda.unavailable(index) or (None if cuda.has_wgmma(index) else "the GPU has no wgmma")
+
+
+@functools.cache
+def log_once(reason: str) -> None:
+    """Say that another kernel attends."""
+    logger.info("prompts take Triton's attention: %s", reason)
 
 
 def prefill_attention(
@@ -135,7 +147,7 @@ def prefill_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> None:
-    """``paged_prefill.paged_mixed_attention`` for what :func:`attends` takes.
+    """``paged_prefill.paged_mixed_attention`` for what :func:`why_not` has nothing against.
 
     Nothing waits for the device, and the launch depends on shapes alone.
 

@@ -259,7 +259,7 @@ class SkinnyGemm:
             resident = max(1, limit // (self.kernel.shared_bytes + 1024))
             by_threads = 2048 // self.kernel.threads
             each = max(1, config.multicast)
-            ctas = min(ctas, sm_count * min(resident, by_threads, 2) // each * each)
+            ctas = min(ctas, max(each, sm_count * min(resident, by_threads, 2) // each * each))
         self._grid = (ctas, 1, 1)
         self.runs_at_once = sends is None or not sends.sums or self.kernel.runs_at_once(ctas)
         self._workspace: Tensor | None = None

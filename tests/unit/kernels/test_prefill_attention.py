@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_async.kernels.attention import paged_prefill, prefill_attention
 from megatron_async.kernels.attention.e4m3_cache import E4M3
-from megatron_async.kernels.attention.prefill_attention import Form, attends, has_map, is_addressed
+from megatron_async.kernels.attention.prefill_attention import Form, has_map, is_addressed, why_not
 from megatron_async.kernels.shared_memory import HOPPER_BYTES
 from tests.support import emulator
 from tests.support.cuda_kernels import device, emulated, on_both, on_gpu
@@ -347,9 +347,31 @@ def test_what_the_kernel_would_read_wrongly_is_refused() -> None:
         prefill_attention.prefill_attention(*given[:4], case.chunks.t(), case.scale, wide[..., :64])
 
 
+@pytest.mark.parametrize("wrong", [-1, 10**6])
+@on_both("options", gpu=[({},), ({"e4m3": True},)], small=[({},), ({"e4m3": True},)])
+def test_what_is_no_block_is_read_as_zeros(
+    device: torch.device, options: dict[str, Any], wrong: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for a block of the table that the cache does not have."""
+    if device.type == "cpu":
+        emulator.install(monkeypatch, sm_count=SM_COUNT)
+    attention = Attention(device, [(130, 60), (0, 80)], **options)
+    case = attention.case
+    slot = case.chunks[0, 0]
+    caches = (case.keys, case.values)
+    with_zeros = [torch.cat((each, torch.zeros_like(each[:1]))) for each in caches]
+    tables = [case.table.clone(), case.table.clone()]
+    tables[0][slot, 1], tables[1][slot, 1] = wrong, len(case.keys)
+    expected = attention.run(
+        replace(case, keys=with_zeros[0], values=with_zeros[1], table=tables[1])
+    )
+    assert torch.equal(attention.run(replace(case, table=tables[0])), expected)
+    assert not torch.equal(expected, attention.run())
+
+
 def test_a_cpu_is_left_to_the_reference() -> None:
     case = Attention(torch.device("cpu"), [(3, 20)]).case
-    assert not attends(case.query, case.keys)
+    assert why_not(case.query, case.keys) == "it runs on a GPU"
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_gpu)])
@@ -358,7 +380,7 @@ def test_what_it_takes_on_a_gpu(device: str) -> None:
         dtype, cache = options.pop("dtype", BF16), options.pop("cache", BF16)
         query = torch.zeros(3, 4, head_dim, dtype=dtype, device=device)
         keys = torch.zeros(2, block_size, 2, head_dim, dtype=cache, device=device)
-        return attends(query, keys, **options)
+        return why_not(query, keys, **options) is None
 
     sinks = torch.zeros(4, device=device, dtype=BF16)
     assert taken() and taken(256) and taken(block_size=16) and taken(cache=E4M3)
