@@ -255,7 +255,7 @@ def test_ranks_take_what_the_first_one_measured(
         for size in rows:
             config = leader.gemms[name].tiling(size)
             assert follower.gemms[name].tiling(size) == config
-    assert leader.gemms["fc1"].tiling(64) is None
+    assert leader.gemms["fc1"].tiling(64) != own.config
 
 
 def test_tuned_problems_are_open_on_another_gpu(
