@@ -229,9 +229,8 @@ def test_ends_of_a_model_are_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [b.reason for b in found.blocks if b.reason] == ["its output layer has e4m3 weights"]
 
 
-def test_more_rows_need_no_measured_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unlike those with bfloat16 weights, beside which blocks of e4m3 leave steps of more than 64
-    rows to modules as a whole."""
+def test_more_than_64_rows_are_fused_as_a_whole_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of bfloat16 beside those of e4m3 leave them to modules, and no others do."""
     emulator.install(monkeypatch)
     monkeypatch.setattr(cuda, "has_wgmma", lambda index: True)
     config, cpu = replace(small("llama"), hidden_size=256, head_dim=64), torch.device("cpu")
@@ -240,13 +239,14 @@ def test_more_rows_need_no_measured_shape(monkeypatch: pytest.MonkeyPatch) -> No
     fused, context = FusedDecoder(model), DecodeRig(config, cpu).context()
     assert not fused.covered([1, 8, 32], context).fallbacks
     found = fused.covered([FEW_ROWS], context)
-    assert found.fused(MLP) == (1, 2) and found.fused(ATTENTION) == ()
+    assert found.fused(MLP) == found.fused(ATTENTION) == (1, 2)
     assert fused.covered([MAX_ROWS], context).off == f"more than {FEW_ROWS} rows"
     assert fused.covered([8, MAX_ROWS], context) == fused.covered([8], context)
     plain = FusedDecoder(bfloat16_model(config, cpu))
     assert not plain.covered([8, MAX_ROWS], context).fallbacks
     context.num_speculative_tokens = 1
-    assert plain.covered([MAX_ROWS], context).off == f"more than {FEW_ROWS} rows"
+    assert not plain.covered([MAX_ROWS], context).fallbacks
+    assert fused.covered([MAX_ROWS], context).off == f"more than {FEW_ROWS} rows"
 
 
 def test_layers_of_one_shape_and_different_formats_have_kernels_of_their_own(

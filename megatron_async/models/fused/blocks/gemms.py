@@ -14,8 +14,6 @@ from megatron_async.kernels.gemm.skinny_gemm import Sending, SkinnyGemm, defines
 from megatron_async.kernels.gemm.tile_choice import choose
 from megatron_async.kernels.gemm.tile_config import (
     ADD,
-    ANY_SHAPE_ROWS,
-    FEW_ROWS,
     LAYER_NORM,
     NO_NORM,
     RMS_NORM,
@@ -224,10 +222,7 @@ def missing(gemms: Mapping[str, Gemm], rows: int) -> str | None:
     """Why not all of them have a kernel for padded ``rows``; None if they do."""
     for name, gemm in gemms.items():
         if gemm.tiling(rows) is None:
-            reason = f"no tile config for {name} ({gemm.n} x {gemm.k})"
-            if ANY_SHAPE_ROWS < rows <= FEW_ROWS and not gemm.scale_columns:
-                reason += " was measured, see 'megatron-async tune'"
-            return reason
+            return f"no tile config for {name} ({gemm.n} x {gemm.k})"
     return None
 
 
