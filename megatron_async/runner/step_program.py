@@ -381,17 +381,21 @@ class StepProgram:
         metadata: AttentionMetadata,
         targets: PromptTargets,
     ) -> None:
-        """A forward that gives logits of the ``targets`` besides those of its rows."""
+        """A forward that gives logits of the ``targets`` besides those of its rows. Like rows they
+        are padded on the CPU, so that each has the same bits whatever the others are."""
         assert metadata.last_token_index is not None
         index = torch.tensor(targets.tokens, dtype=torch.int64, pin_memory=ids.is_cuda)
         index = index.to(ids.device, non_blocking=True)
         index = torch.cat([metadata.last_token_index, index])
+        if not self._device.captures:
+            index = pad(index, (0, padded_tokens(len(index)) - len(index)))
         self._batch.begin(metadata._replace(last_token_index=index))
         with self._routes_left(), self._hidden_states_left(targets):
             logits = self._model.forward(ids, positions, self._batch)
         count = len(pending)
         pending.copy_(logits[:count])
-        vocab_size, prompt_logits = self._model.vocab_size, logits[count:]
+        prompt_logits = logits[count : count + len(targets.tokens)]
+        vocab_size = self._model.vocab_size
         if self._parallel is not None:
             prompt_logits = self._parallel.gather_logits(prompt_logits, vocab_size, of_all=True)
         self._prompt_log_probs.publish(targets, prompt_logits[:, :vocab_size])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,8 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def network_of(seed: int) -> GPTNetwork:
-    model = build_random_model(CONFIG, device=torch.device("cpu"), dtype=torch.bfloat16, seed=seed)
+def network_of(seed: int, dtype: torch.dtype = torch.bfloat16) -> GPTNetwork:
+    model = build_random_model(CONFIG, device=torch.device("cpu"), dtype=dtype, seed=seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -81,6 +82,29 @@ def test_scores_of_what_was_generated_are_its_log_probs(depth: int) -> None:
             assert len(top) == 2 and (rank > 2 or list(top)[rank - 1] == token)
             assert rank > 2 or top[token] == own
     assert others[0].weight_version == 1 and others[0].log_probs != scores[0].log_probs
+
+
+@pytest.fixture(params=(1, 2))
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Threads of matrix products, which share out a product's rows."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def test_scores_have_the_same_bits_in_any_chunks_beside_any_others(threads: int) -> None:
+    """Whatever number of targets a forward has, in fp32."""
+    sequences = [[(5 * i + length) % 60 for i in range(length)] for length in range(3, 40, 6)]
+    config = config_at(0, **SIZES)
+    served = ServedModel(network=network_of(3, torch.float32))
+    with DynamicInferenceEngine(served, config) as engine:
+        alone = [engine.score([each])[0].log_probs for each in sequences]
+        for chunk, together in ((2, 1), (11, 4), (80, 3)):
+            sizes = SIZES | {"prefill_chunk_tokens": chunk, "max_requests": together}
+            with engine.with_config(config_at(2, **sizes)) as other:
+                found = [score.log_probs for score in other.score(sequences)]
+            assert found == alone, (chunk, together)
 
 
 def test_entropies_are_those_of_the_models_distributions() -> None:
