@@ -163,10 +163,11 @@ class DynamicInferenceEngine:
     def with_config(
         self, config: EngineConfig, *, progress: Progress | None = None
     ) -> DynamicInferenceEngine:
-        """Another engine over the same weights."""
-        self.sleep_mode.check_awake()
-        model = over_same_weights(self.model, config, self.cache.device, self.cache.spec.dtype)
-        return self._over(model, config, progress)
+        """Another engine over the same weights, which neither change nor sleep meanwhile."""
+        with self._weights.lock:
+            self.sleep_mode.check_awake()
+            model = over_same_weights(self.model, config, self.cache.device, self.cache.spec.dtype)
+            return self._over(model, config, progress)
 
     @classmethod
     def _over(
@@ -388,7 +389,7 @@ class DynamicInferenceEngine:
 
     def stop(self) -> None:
         """End the thread of :meth:`start` after the step that runs now. Requests are kept, and
-        steps are the callers' again."""
+        steps are the callers' again: open streams wait for these, or for another :meth:`start`."""
         self._driver.stop()
 
     def stream(
@@ -435,9 +436,9 @@ class DynamicInferenceEngine:
 
     def resume(self) -> None:
         """Go on after :meth:`suspend`. Raises RequestError while the engine sleeps."""
-        self.sleep_mode.check_awake()
 
         def resume() -> None:
+            self.sleep_mode.refuse_asleep()
             self.sleep_mode.audit("a suspension")  # its user may have written to parameters
             self.loop.resume()
 
@@ -488,9 +489,9 @@ class DynamicInferenceEngine:
     def reset(self) -> None:
         """Abort every request, take what is in flight, and start the counters anew. Raises
         RequestError while the engine sleeps."""
-        self.sleep_mode.check_awake()
 
         def reset() -> None:
+            self.sleep_mode.refuse_asleep()
             self.loop.reset()
             self.sleep_mode.audit("a reset")
 

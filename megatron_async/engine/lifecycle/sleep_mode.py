@@ -117,6 +117,15 @@ class SleepMode:
         if reason is not None:
             raise RequestError(reason)
 
+    def refuse_asleep(self) -> None:
+        """:meth:`check_awake` as the beginning of a step: another thread may have sent the engine
+        to sleep until then."""
+        try:
+            self.check_awake()
+        except RequestError as error:
+            self._recover(error)
+            raise
+
     def warn_of_waiting(self, call: str) -> None:
         """Log that ``call`` returns when another thread has woken the engine up, if it sleeps."""
         reason = self._why_asleep()

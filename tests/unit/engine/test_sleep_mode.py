@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -81,6 +82,74 @@ def test_running_requests_go_on_after_a_sleep(
     assert [future.result(0).generated_tokens for future in futures] == expected
     assert late.result(0).generated_tokens == expected[0]
     assert futures[0].result(0).counters.evictions == 1
+
+
+class Door:
+    """A lock that tells when another thread than its maker's stands before it."""
+
+    def __init__(self, lock: Any) -> None:
+        self.lock, self.maker, self.somebody = lock, threading.get_ident(), threading.Event()
+
+    def __enter__(self) -> None:
+        if threading.get_ident() != self.maker:
+            self.somebody.set()
+        self.lock.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        self.lock.release()
+
+
+@pytest.mark.parametrize("call", ("resume", "reset"))
+def test_a_call_that_waits_for_a_step_finds_the_engine_asleep(
+    call: str, engine: DynamicInferenceEngine, expected: list[list[int]]
+) -> None:
+    """Whoever calls while it is awake, and comes between two steps when it sleeps, is refused."""
+    future = engine.add_request(3, PROMPTS[0], greedy(20))
+    engine.step_modern()
+    gate = engine.lock.gate
+    engine.lock.gate = door = Door(gate)  # type: ignore[assignment]
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            with door:
+                refused = pool.submit(getattr(engine, call))
+                door.somebody.wait()
+                engine.sleep()
+            with pytest.raises(RequestError, match="the engine sleeps; wake_up"):
+                refused.result()
+    finally:
+        engine.lock.gate = gate
+    assert engine.is_sleeping and engine.suspended
+    engine.step_modern()
+    assert not engine.in_flight_count
+    engine.wake_up()
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    assert future.result(0).generated_tokens == expected[0]
+
+
+def test_an_engine_is_not_sent_to_sleep_while_another_is_built_over_its_weights(
+    engine: DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = DynamicInferenceEngine._over.__func__  # type: ignore[attr-defined]
+    door = Door(engine._weights.lock)
+    monkeypatch.setattr(engine._weights, "lock", door)
+    with ThreadPoolExecutor(1) as pool:
+        asked: list[Any] = []
+
+        def build(kind: Any, *args: Any) -> DynamicInferenceEngine:
+            asked.append(pool.submit(engine.sleep))
+            door.somebody.wait()
+            made: DynamicInferenceEngine = built(kind, *args)
+            return made
+
+        monkeypatch.setattr(DynamicInferenceEngine, "_over", classmethod(build))
+        other = engine.with_config(sleepy())
+        with pytest.raises(ConfigError, match="another engine is over the same weights"):
+            asked[0].result()
+        other.close()
+    del other
+    gc.collect()
+    assert not engine.is_sleeping
 
 
 def test_discarded_weights_are_waited_for(
