@@ -25,9 +25,10 @@ EXIT_DIFFERENT = 1
 _DESCRIPTION = """\
 Repeat a run that `generate --record FILE` or EngineConfig(record=FILE) has written: each command at
 the step at which it was applied. At the recorded depth everything must be as it was, plan by plan;
-at another depth all requests that were not aborted must get the same tokens. In 16 bits on a GPU,
-and after evictions or prefix hits, that holds at another depth only up to near ties of logits,
-unless the run was recorded with --batch-invariant.
+at another depth all requests must get the same tokens that were not aborted, and got no new weights
+or sampling parameters while they ran. In 16 bits on a GPU, and after evictions or prefix hits, that
+holds at another depth only up to near ties of logits, unless the run was recorded with
+--batch-invariant.
 
 The exit status is 0 when it is so, and 1 when the runs differ.
 """

@@ -16,6 +16,7 @@ from megatron_async.engine.commands import (
     ResetPrefixCache,
     Resume,
     Suspend,
+    UpdateSamplingParams,
     UpdateWeights,
 )
 from megatron_async.engine.engine import DynamicInferenceEngine
@@ -38,8 +39,10 @@ def replay(run: Run, engine: DynamicInferenceEngine) -> Replay:
 
     At another depth than the recorded one, or with other drafts, a command comes when its ticket
     does, or when nothing else can go on; then all requests must get their tokens that were not
-    aborted. A command to a request that had ended in the recorded run is left out, and what a
-    command to the whole engine did not concern has ended before it here too.
+    aborted. Those that got new weights or new sampling parameters while they ran are not compared:
+    the change comes behind another of their tokens. A command to a request that had ended in the
+    recorded run is left out, and what a command to the whole engine did not concern has ended
+    before it here too.
 
     Raises:
         ConfigError: the run got weights that are not in a file, or turns top-k or top-p on in a
@@ -67,7 +70,7 @@ def replay(run: Run, engine: DynamicInferenceEngine) -> Replay:
         _let_all_go_on(engine)
     _run_dry(engine)
     endings = tuple(from_plain(e["finished"], Ending) for e in entries if "finished" in e)
-    differences = _parted(run.entries, entries) if exact else _other_tokens(run.endings, endings)
+    differences = _parted(run.entries, entries) if exact else _other_tokens(run, endings)
     return Replay(exact, endings, tuple(differences))
 
 
@@ -156,15 +159,37 @@ def _parted(recorded: tuple[Entry, ...], replayed: list[Entry]) -> list[str]:
     return []
 
 
-def _other_tokens(recorded: tuple[Ending, ...], replayed: tuple[Ending, ...]) -> list[str]:
+def _other_tokens(run: Run, replayed: tuple[Ending, ...]) -> list[str]:
     """Requests that ended by themselves and got other tokens. An id may have been used again."""
     differences = []
     again: dict[int, list[Ending]] = {}
     for ending in replayed:
         again.setdefault(ending.request_id, []).append(ending)
-    for then in recorded:
+    changed = _changed_on_their_way(run)
+    for number, then in enumerate(run.endings):
         endings = again.get(then.request_id, [])
         now = endings.pop(0) if endings else None
-        if then.reason != "abort" and then != now:
+        if then.reason != "abort" and then != now and number not in changed:
             differences.append(f"request {then.request_id}: recorded {then}, replayed {now}")
     return differences
+
+
+def _changed_on_their_way(run: Run) -> set[int]:
+    """The endings of requests that had not ended when a command changed which tokens come."""
+    found: set[int] = set()
+    live: dict[int, int] = {}  # keys by request id
+    changed: set[int] = set()
+    commands = list(reversed(run.applied))
+    for number, ending in enumerate(run.endings):
+        while commands and commands[-1].endings <= number:
+            command = commands.pop().command
+            if isinstance(command, AddRequest):
+                live[command.request_id] = command.key
+            elif isinstance(command, UpdateWeights):
+                changed.update(live.values())
+            elif isinstance(command, UpdateSamplingParams):
+                if command.changes.keys() - {"num_speculative_tokens"}:
+                    changed.add(command.key)
+        if live.pop(ending.request_id, None) in changed:
+            found.add(number)
+    return found

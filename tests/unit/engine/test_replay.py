@@ -162,6 +162,51 @@ def test_a_run_at_another_depth_that_got_other_tokens_is_told(tmp_path: Path) ->
     assert difference.startswith(f"request {ended[0]['finished']['request_id']}: ")
 
 
+@pytest.mark.parametrize("replayed", (0, 1, 4))
+def test_changes_while_requests_run_come_behind_other_tokens_at_another_depth(
+    replayed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who got them on the way is not compared; those before and behind are."""
+    path = tmp_path / "run.jsonl"
+    params = SamplingParams(temperature=1.0, seed=3, num_tokens_to_generate=20, termination_id=-1)
+
+    def add(engine: DynamicInferenceEngine, *numbers: int, steps: int) -> None:
+        for number in numbers:
+            engine.add_request(number, [number, 5], params)
+        for _ in range(steps):
+            engine.step_modern()
+
+    with hash_engine(2, record=str(path), **SIZES) as engine:
+        add(engine, 0, steps=40)
+        add(engine, 1, 2, steps=9)
+        engine.update_sampling_params(2, temperature=0.0)
+        add(engine, steps=40)
+        add(engine, 3, 0, steps=11)
+        engine.update_weights({"salt": 2})
+        add(engine, 4, steps=60)
+    text = path.read_text().replace('"source": null', '"source": "salt"')
+    path.write_text(text)
+    own = DynamicInferenceEngine.update_weights
+    monkeypatch.setattr(
+        DynamicInferenceEngine,
+        "update_weights",
+        lambda self, source, **more: own(self, {"salt": 2}, **more),
+    )
+    run = read_run(path)
+    with hash_engine(replayed, **SIZES) as engine:
+        result = replay(run, engine)
+    assert len(result.endings) == 6 and result.differences == ()
+    numbers = [ending.request_id for ending in run.endings]
+    for number in (0, 1, 4):
+        lines = [json.loads(line) for line in text.splitlines()]
+        ended = [line["finished"] for line in lines if "finished" in line]
+        ended[numbers.index(number)]["tokens"][-1] ^= 1
+        path.write_text("\n".join(map(json.dumps, lines)))
+        with hash_engine(replayed, **SIZES) as engine:
+            (difference,) = replay(read_run(path), engine).differences
+        assert difference.startswith(f"request {number}: ")
+
+
 def test_commands_are_numbered_in_the_order_in_which_they_are_applied(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     record(path, 2, seed=4)
