@@ -187,9 +187,10 @@ def _changed_on_their_way(run: Run) -> set[int]:
                 live[command.request_id] = command.key
             elif isinstance(command, UpdateWeights):
                 changed.update(live.values())
-            elif isinstance(command, UpdateSamplingParams):
-                if command.changes.keys() - {"num_speculative_tokens"}:
-                    changed.add(command.key)
+            elif isinstance(command, UpdateSamplingParams) and (
+                command.changes.keys() - {"num_speculative_tokens"}
+            ):
+                changed.add(command.key)
         if live.pop(ending.request_id, None) in changed:
             found.add(number)
     return found
