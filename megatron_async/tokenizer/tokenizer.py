@@ -307,6 +307,24 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
+    def offsets(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Where each token of ``text`` begins in it, in characters, as :meth:`tokenize` divides it.
+        The parts of a character begin together, with the character. What the post-processor adds
+        is at no place of its own, but where the token before it ends.
+
+        Raises:
+            Exception: of the library, where :meth:`tokenize` raises.
+        """
+        encode = self._tokenizer.encode_batch  # the library gives up the GIL for several texts
+        (encoding,) = guarded(encode, [text], add_special_tokens=add_special_tokens)
+        found, behind = [], 0
+        for (start, end), added in zip(encoding.offsets, encoding.special_tokens_mask, strict=True):
+            # Some post-processors count the space in front of a word as no part of it.
+            is_next = added or (start > behind and text[behind:start].isspace())
+            found.append(behind if is_next else start)
+            behind = behind if added else max(behind, end)
+        return found
+
     def stream(self, skip_special_tokens: bool = True) -> DetokenizeStream:
         """A new stream, which agrees with :meth:`detokenize` for the same argument."""
         return self.stream_after((), skip_special_tokens)

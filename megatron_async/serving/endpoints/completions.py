@@ -78,26 +78,31 @@ async def _jobs(
     jobs = []
     for prompt in several:
         text = prompt if isinstance(prompt, str) else None
+        offsets = None
+        skips = body.skip_special_tokens is not False
         if isinstance(prompt, str):
             adds = body.add_special_tokens is not False
             ids = await front.generator.tokenize(prompt, add_special_tokens=adds)
+            if body.echo and body.logprobs is not None and len(ids) < info.max_sequence_length:
+                offsets = await front.generator.texts.offsets(prompt, add_special_tokens=adds)
         else:
             ids = prompt
             if len(ids) < info.max_sequence_length:  # else it is refused unread
                 check_vocabulary("prompt", ids, info.vocab_size)
-                text = await front.generator.texts.detokenize(ids) if body.echo else None
+                text = await front.generator.texts.detokenize(ids, skips) if body.echo else None
         job = await front.generator.job(
             ids,
             params,
             names=body.engine_names(),
             priority=body.priority,
             cap_length=not body.num_new_tokens_given,
-            skip_special_tokens=body.skip_special_tokens is not False,
+            skip_special_tokens=skips,
             text=text,
             scores_prompt=not body.shows_generated,
             name=name,
             answer_id=answer_id,
         )
+        job.prompt_offsets = offsets
         jobs.append(job)
     return jobs
 
@@ -128,7 +133,7 @@ class _Completion:
         if body.logprobs is not None:
             shaper = self._shaper(job)
             if body.echo:
-                parts.append(shaper.prompt(job.prompt, job.prompt_log_probs))
+                parts.append(_echoed(shaper, job))
             if body.shows_generated or not parts:
                 parts.append(shaper.part(choice.token_ids, choice.log_probs))
             log_probs = joined(parts)
@@ -229,7 +234,7 @@ class _Completion:
             shaper = shapers.get(index) or shapers.setdefault(index, self._shaper(job))
             parts = []
             if is_first and body.echo:
-                parts.append(shaper.prompt(job.prompt, job.prompt_log_probs))
+                parts.append(_echoed(shaper, job))
             if body.shows_generated or not parts:
                 parts.append(shaper.part(output.token_ids, output.log_probs or ()))
             shown["logprobs"] = joined(parts)
@@ -247,10 +252,15 @@ class _Completion:
             self._front.token_names,
             self._body.logprobs or 0,
             as_ids=self._as_ids,
-            prompt=() if self._body.echo else job.prompt,
+            prompt=job.prompt,
             skip_special_tokens=job.skip_special_tokens,
         )
 
     def _prompt_log_probs(self, job: Job) -> list[dict[str, Any] | None]:
         top = self._body.prompt_logprobs or 0
         return prompt_log_probs(self._front.token_names, job, top)
+
+
+def _echoed(shaper: CompletionLogProbs, job: Job) -> dict[str, Any]:
+    """The prompt's part of the log-probabilities."""
+    return shaper.prompt(job.prompt, job.prompt_log_probs, job.text or "", job.prompt_offsets)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_async.serving.front_end.job import Job, LogProbs
 
 if TYPE_CHECKING:
-    from megatron_async.tokenizer.tokenizer import Tokenizer
+    from megatron_async.tokenizer.tokenizer import DetokenizeStream, Tokenizer
 
 LEAST = -9999.0
 """Shown in place of minus infinity, which JSON does not have; OpenAI's API does the same."""
@@ -64,7 +64,7 @@ class CompletionLogProbs:
     Args:
         top: most likely tokens to show at each position; the token itself is shown too, and with 0
             alone, as vLLM does it.
-        prompt: what the text continues, unless it is a part of it.
+        prompt: what the text continues.
         skip_special_tokens: they are no part of the text, in which offsets count.
     """
 
@@ -81,20 +81,24 @@ class CompletionLogProbs:
         self._names = names
         self._top = top
         self._as_ids = as_ids
-        self._stream = tokenizer.stream_after(prompt, skip_special_tokens)
-        self._length = self._offset = 0
+        self._stream_after = functools.partial(
+            tokenizer.stream_after, skip_special_tokens=skip_special_tokens
+        )
+        self._places = _Places(self._stream_after(prompt), names)
 
     def part(
         self, ids: Sequence[int], log_probs: Sequence[tuple[float, dict[int, float]] | None]
     ) -> dict[str, Any]:
         """The next tokens; None stands for the first one of a prompt, which has none."""
+        return self._shown(ids, log_probs, [self._places.next(token) for token in ids])
+
+    def _shown(
+        self,
+        ids: Sequence[int],
+        log_probs: Sequence[tuple[float, dict[int, float]] | None],
+        offsets: list[int],
+    ) -> dict[str, Any]:
         name = functools.partial(self._names.name, as_id=self._as_ids)
-        offsets = []
-        for token in ids:
-            offsets.append(self._offset)
-            self._length += len(self._stream.push(token))
-            # Characters whose last byte is yet to come may hide those before them.
-            self._offset = max(self._offset, self._length + self._stream.held_characters())
         tops: list[dict[str, float] | None] = []
         for token, known in zip(ids, log_probs, strict=True):
             if known is None:
@@ -116,11 +120,55 @@ class CompletionLogProbs:
             "text_offset": offsets,
         }
 
-    def prompt(self, ids: Sequence[int], log_probs: LogProbs | None) -> dict[str, Any]:
-        """The tokens of an echoed prompt; a request that ends before it is computed has none of the
-        log-probabilities, or those of a part."""
+    def prompt(
+        self,
+        ids: Sequence[int],
+        log_probs: LogProbs | None,
+        text: str = "",
+        offsets: Sequence[int] | None = None,
+    ) -> dict[str, Any]:
+        """The tokens of an echoed prompt, before all others; a request that ends before it is
+        computed has none of the log-probabilities, or those of a part.
+
+        Args:
+            text: of the prompt, behind which the other tokens begin.
+            offsets: of its tokens, where the client has sent it; None counts in the text of
+                the tokens.
+        """
+        if offsets is None:
+            places = _Places(self._stream_after(()), self._names)
+            offsets = [places.next(token) for token in ids]
+        self._places.begin(len(text))
         known = [None, *(log_probs or ())]
-        return self.part(ids, [*known, *[None] * (len(ids) - len(known))])
+        known += [None] * (len(ids) - len(known))
+        return self._shown(ids, known, list(offsets))
+
+
+class _Places:
+    """Where tokens begin in their text, in characters."""
+
+    def __init__(self, stream: DetokenizeStream, names: TokenNames) -> None:
+        self._stream = stream
+        self._names = names
+        self._length = self._offset = 0
+
+    def begin(self, length: int) -> None:
+        """Other text of ``length`` characters is before the first token."""
+        self._length = self._offset = length
+
+    def next(self, token: int) -> int:
+        """The place of the next token."""
+        offset, begun = self._offset, self._length
+        text = self._stream.push(token)
+        self._length += len(text)
+        # Characters whose last byte is yet to come may hide those before them.
+        self._offset = max(self._offset, self._length + self._stream.held_characters())
+        if self._length - begun > 1 and "\ufffd" in text:
+            # The bytes before it were no character, which is known only now.
+            own = self._names.text(token)
+            if own and text.endswith(own) and "\ufffd" not in own:
+                return max(offset, self._length - len(own))
+        return offset
 
 
 def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

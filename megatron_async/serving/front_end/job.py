@@ -31,15 +31,17 @@ class Piece(NamedTuple):
 class Job:
     """One prompt on its way through the engine.
 
-    ``prompt_log_probs`` and ``prompt_ranks`` are there once the first piece is; ``generated``
-    counts tokens of all choices, ``cached`` those of the prompt that were found in the prefix
-    cache. ``begun`` are the choices that have a token. ``queue_seconds`` and ``first_token``, in
-    seconds after the request, are the first choice's to have them. ``scores_prompt``: the prompt
-    alone is asked for, and the one token that the engine generates is not shown. ``markers`` are
-    special tokens that mark tool calls, by id, and stay in the text. ``is_acknowledged``: the first
-    piece comes as soon as the engine has taken the request, and may be empty. ``deaths``: replicas
-    that have died under it. ``name``: the client's id of the request, ``answer_id`` that of its
-    answer. ``keeps_stop``: the token that ends a text is a part of it.
+    ``text`` is what is echoed of the prompt; ``prompt_offsets``, of a text that the client has
+    sent, where its tokens begin in it. ``prompt_log_probs`` and ``prompt_ranks`` are there once the
+    first piece is; ``generated`` counts tokens of all choices, ``cached`` those of the prompt that
+    were found in the prefix cache. ``begun`` are the choices that have a token. ``queue_seconds``
+    and ``first_token``, in seconds after the request, are the first choice's to have them.
+    ``scores_prompt``: the prompt alone is asked for, and the one token that the engine generates is
+    not shown. ``markers`` are special tokens that mark tool calls, by id, and stay in the text.
+    ``is_acknowledged``: the first piece comes as soon as the engine has taken the request, and may
+    be empty. ``deaths``: replicas that have died under it. ``name``: the client's id of the
+    request, ``answer_id`` that of its answer. ``keeps_stop``: the token that ends a text is a part
+    of it.
     """
 
     prompt: list[int]
@@ -57,6 +59,7 @@ class Job:
     name: str = ""
     answer_id: str = ""
     keeps_stop: bool = False
+    prompt_offsets: list[int] | None = None
     prompt_log_probs: LogProbs | None = None
     prompt_ranks: Sequence[int] = ()
     generated: int = 0

@@ -95,9 +95,19 @@ class TextWork:
         except RequestError as error:
             raise ApiError(400, f"{field}: {error}", param=field) from None
 
-    async def detokenize(self, ids: Sequence[int]) -> str:
+    async def offsets(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """See ``Tokenizer.offsets``, of what could be tokenized; raises QueueFullError."""
+
+        def offsets() -> list[int]:
+            return self._tokenizer.offsets(text, add_special_tokens=add_special_tokens)
+
+        return await self.run(len(text), offsets)
+
+    async def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """See ``Tokenizer.detokenize``; raises QueueFullError."""
-        return await self.run(len(ids), lambda: self._tokenizer.detokenize(ids))
+        return await self.run(
+            len(ids), lambda: self._tokenizer.detokenize(ids, skip_special_tokens)
+        )
 
     async def token_names(self, ids: Sequence[int]) -> list[str | None]:
         """The vocabulary's entry of each; raises QueueFullError."""

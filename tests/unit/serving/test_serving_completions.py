@@ -312,6 +312,36 @@ def with_begin_token() -> Tokenizer:
     return Tokenizer(made, bos_token=begin, eos_token="<end>")
 
 
+@pytest.mark.parametrize(
+    ("prompt", "skips", "text", "offsets"),
+    [
+        ("a<end>b", True, "a<end>b", [0, 0, 1, 6]),
+        ("<1>a<end>", False, "<1>a<end>", [0, 0, 3, 4]),
+        (["a", "<end>", "b"], True, "ab", [0, 1, 1]),
+        (["<1>", "a", "<end>"], False, "<1>a<end>", [0, 3, 4]),
+        (["Ã", "b"], True, "\ufffdb", [0, 1]),
+        (["a", "Ã"], True, "a\ufffd", [0, 1]),  # what follows is no part of this character
+    ],
+)
+def test_offsets_count_in_the_echoed_text(
+    prompt: str | list[str], skips: bool, text: str, offsets: list[int]
+) -> None:
+    tokenizer = with_begin_token()
+    sent = prompt
+    if not isinstance(prompt, str):
+        sent = [tokenizer.vocabulary[token] for token in prompt]  # type: ignore[assignment]
+    body: Any = {"prompt": sent, "skip_special_tokens": skips, "logprobs": 0, "ignore_eos": True}
+    with served(engine(), tokenizer=tokenizer) as server, http(server) as client:
+        (alone,) = completion(client, **body)["choices"]
+        (choice,) = completion(client, **body, echo=True)["choices"]
+        streamed = events_of(client, "/v1/completions", seed=3, max_tokens=12, echo=True, **body)
+    assert choice["text"] == text + alone["text"]
+    behind = [len(text) + offset for offset in alone["logprobs"]["text_offset"]]
+    assert choice["logprobs"]["text_offset"] == offsets + behind
+    parts = [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in streamed]
+    assert [offset for part in parts for offset in part] == offsets + behind
+
+
 def test_prompts_begin_as_the_tokenizer_has_it_and_chats_as_their_template() -> None:
     tokenizer = with_begin_token()
     begin = tokenizer.bos_id

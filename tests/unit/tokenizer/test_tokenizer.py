@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from megatron_async.errors import CheckpointError, RequestError
 from megatron_async.serving.endpoints.log_prob_shapes import CompletionLogProbs, TokenNames
@@ -154,6 +154,46 @@ def test_offset_of_a_token_is_behind_the_bytes_before_it(
     parts = [ids] if together else [[token] for token in ids]
     found = [offset for p in parts for offset in shaper.part(p, [None] * len(p))["text_offset"]]
     assert found == offsets
+
+
+def test_offset_of_a_token_is_behind_bytes_that_are_no_character() -> None:
+    shaper = CompletionLogProbs(WRAPPED["byte_level"], TokenNames(WRAPPED["byte_level"]), 0)
+    ids = [0xE6, 0x97, ord("a"), 0xFF, 0xF0, ord("b"), 0xC3, 0xA9, ord("c")]
+    assert shaper.part(ids, [None] * len(ids))["text_offset"] == [0, 0, 1, 2, 3, 4, 5, 5, 6]
+
+
+def trimming() -> Tokenizer:
+    """Of two words and special tokens; it composes characters, and leaves spaces out of offsets."""
+    tokens = ["a", "Ã©", "Ġa", "Ġ", "Ã", "©", *(chr(n) for n in range(0x61, 0x7B))]
+    vocab = {token: n for n, token in enumerate(dict.fromkeys(tokens))}
+    made = tokenizers.Tokenizer(models.BPE(vocab, [("Ã", "©"), ("Ġ", "a")]))
+    made.normalizer = normalizers.NFC()
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<bos>", tokenizers.AddedToken("<eos>", lstrip=True, special=True)])
+    template = processors.TemplateProcessing("<bos> $A <eos>", special_tokens=[
+        (token, made.token_to_id(token)) for token in ("<bos>", "<eos>")
+    ])  # fmt: skip
+    made.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), template])
+    return Tokenizer(made)
+
+
+@pytest.mark.parametrize(
+    ("text", "offsets"),
+    [
+        ("b a", [0, 0, 1, 3]),
+        ("e\u0301b a", [0, 0, 2, 3, 5]),  # one token of two characters
+        ("b  <eos> a", [0, 0, 1, 8, 10]),
+        ("<bos>b", [0, 0, 5, 6]),
+        ("", [0, 0]),
+    ],
+)
+@pytest.mark.parametrize("adds", [True, False])
+def test_offsets_are_places_in_the_text(text: str, offsets: list[int], adds: bool) -> None:
+    tokenizer = trimming()
+    found = tokenizer.offsets(text, add_special_tokens=adds)
+    assert found == (offsets if adds else offsets[1:-1])
+    assert len(found) == len(tokenizer.tokenize(text, add_special_tokens=adds))
 
 
 @given(text=st.text(max_size=40))
