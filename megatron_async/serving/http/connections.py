@@ -10,6 +10,7 @@ import sys
 import time
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from megatron_async.serving.http.errors import error_body, json_response
@@ -64,7 +65,8 @@ def limited_connection(
     headers do not arrive, or which does not read, is closed too. Too long a request line, headers
     or trailers are answered 431, and what is no HTTP 400. Requests that are sent ahead wait
     unparsed until those before them are answered. A client that still sends when its last answer
-    is written can read it.
+    is written can read it. A request that offers another protocol, as those of Java's client do, is
+    read and answered like any other.
 
     Args:
         lingering: of what comes behind a last answer.
@@ -97,6 +99,8 @@ def limited_connection(
             self._reading_due = Timer(self.loop, unread_seconds, self._abort)
             self._head = _Head()
             self._unparsed = bytearray()
+            self._repeats_head = False
+            self._behind_head: int | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             """Give a connection its place, if there is one."""
@@ -133,7 +137,10 @@ def limited_connection(
                 part = bytes(self._unparsed[:PART_BYTES])
                 del self._unparsed[:PART_BYTES]
                 super().data_received(part)
-                if self._head.parsed(len(part)):
+                parsed, self._behind_head = self._behind_head, None
+                if parsed is not None:
+                    self._unparsed[:0] = part[parsed:]
+                if self._head.parsed(len(part) if parsed is None else parsed):
                     self._refuse(too_long)
                     return
             if self._unparsed:
@@ -161,19 +168,46 @@ def limited_connection(
             self.transport.write(answer)
             self.transport.close()
 
+        def _unsupported_upgrade_warning(self) -> None:
+            """A request offers another protocol. Its parser takes what follows the head for that
+            one, body included: another parser reads on, which is told how long the body is."""
+            error: Any = sys.exception()
+            self._behind_head = error.args[0]
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+            framing = (b"content-length", b"transfer-encoding")
+            fields = [b"%b: %b\r\n" % field for field in self.headers if field[0] in framing]
+            self._repeats_head = True
+            try:
+                self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(fields))
+            except httptools.HttpParserError:  # a body without an end
+                self.send_400_response("")
+            self._repeats_head = False
+
         def on_message_begin(self) -> None:
             """See uvicorn's."""
+            if self._repeats_head:
+                return
             self._head.begin()
             super().on_message_begin()
 
+        def on_url(self, url: bytes) -> None:
+            """See uvicorn's."""
+            if not self._repeats_head:
+                super().on_url(url)
+
         def on_header(self, name: bytes, value: bytes) -> None:
             """One of a request's headers or trailers."""
+            if self._repeats_head:
+                return
             self._head.fields += 1
             if self._head.fields <= HEAD_FIELDS:
                 super().on_header(name, value)
 
         def on_headers_complete(self) -> None:
             """The head is there; trailers may follow the body."""
+            if self._repeats_head:
+                return
             self._head.is_open = False
             if self._head.fields <= HEAD_FIELDS:
                 super().on_headers_complete()
@@ -185,7 +219,9 @@ def limited_connection(
                 super().on_body(body)
 
         def on_message_complete(self) -> None:
-            """A request is whole."""
+            """A request is whole, unless its parser leaves the body to another protocol."""
+            if self.parser.should_upgrade():
+                return
             self._head.is_whole = True
             if self._head.fields <= HEAD_FIELDS:
                 super().on_message_complete()

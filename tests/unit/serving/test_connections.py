@@ -248,6 +248,69 @@ def post(seconds: float = LONG, path: str = "/", **asked: Any) -> httpx.Response
     return asyncio.run(test())
 
 
+async def says_body(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the path and the body."""
+    body = scope["path"].encode() + b":"
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if not message.get("more_body"):
+            break
+    headers = [(b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+OFFERS = b"host: a\r\nconnection: Upgrade\r\nupgrade: %b\r\n"
+OTHER = b"GET /smuggled HTTP/1.1\r\nhost: a\r\n\r\n"
+"""A request, where it is no body."""
+
+
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket", b"TLS/1.0, HTTP/2.0"])
+@pytest.mark.parametrize(
+    ("method", "framing", "body", "read"),
+    [
+        (b"POST", b"content-length: 35\r\n", OTHER, OTHER),
+        (b"PUT", b"transfer-encoding: chunked\r\n", b"3\r\nabc\r\n0\r\nx: y\r\n\r\n", b"abc"),
+        (b"GET", b"", b"", b""),
+        (b"POST", b"content-length: 0\r\n", b"", b""),
+        (b"POST", b"content-length: 9000\r\n", b"b" * 9000, b"b" * 9000),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 7, 1 << 20])
+def test_a_request_that_offers_another_protocol_keeps_its_body(
+    protocol: bytes, method: bytes, framing: bytes, body: bytes, read: bytes, size: int
+) -> None:
+    assert len(OTHER) == 35
+    asked = method + b" /a HTTP/1.1\r\n" + OFFERS % protocol + framing + b"\r\n" + body
+    sent = 2 * asked + b"GET /b HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
+
+    async def test() -> None:
+        async with running(says_body) as port, connected(port) as client:
+            for start in range(0, len(sent), size):
+                client.writer.write(sent[start : start + size])
+                if size < 100 and start < 1000:
+                    await client.writer.drain()
+                    await asyncio.sleep(0)  # pieces arrive by themselves
+            answers = await client.is_closed()
+        bodies = [part.partition(b"\r\n\r\n")[2] for part in answers.split(b"HTTP/1.1 ")[1:]]
+        assert [part.partition(b" ")[0] for part in answers.split(b"HTTP/1.1 ")[1:]] == [b"200"] * 3
+        assert bodies == [b"/a:" + read] * 2 + [b"/b:"]
+
+    run(test())
+
+
+def test_a_body_without_an_end_is_refused_where_another_protocol_is_offered() -> None:
+    asked = b"POST /a HTTP/1.1\r\n" + OFFERS % b"h2c" + b"transfer-encoding: gzip\r\n\r\nabc"
+
+    async def test() -> None:
+        async with running(says_body) as port, connected(port) as client:
+            client.writer.write(asked)
+            assert (await client.is_closed()).startswith(b"HTTP/1.1 400 ")
+
+    run(test())
+
+
 def test_a_body_that_comes_too_slowly_is_refused() -> None:
     async def slow() -> AsyncIterator[bytes]:
         yield b"x"
