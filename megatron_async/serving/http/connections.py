@@ -26,7 +26,9 @@ PART_BYTES = 4096
 FRAMING = 8
 """Bytes of a chunked body's framing for each byte of the body."""
 UNPARSED_BYTES = 1024 * 1024
-"""The most that may come behind a request that has not been answered; reading pauses at once."""
+"""The most that may come behind a request that has not been answered."""
+READ_AHEAD_BYTES = 64 * 1024
+"""Of those, what reading goes on for: else nobody would notice that the client has left."""
 HEADER_SECONDS = 60.0
 """For a request's headers to arrive, from its first byte or from the connection's beginning."""
 UNREAD_SECONDS = 300.0
@@ -101,6 +103,7 @@ def limited_connection(
             self._unparsed = bytearray()
             self._repeats_head = False
             self._behind_head: int | None = None
+            self._unanswered: list[Any] = []
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             """Give a connection its place, if there is one."""
@@ -143,7 +146,7 @@ def limited_connection(
                 if self._head.parsed(len(part) if parsed is None else parsed):
                     self._refuse(too_long)
                     return
-            if self._unparsed:
+            if len(self._unparsed) > READ_AHEAD_BYTES:
                 self.flow.pause_reading()
             if self.cycle is None or self.cycle.response_complete:
                 self._headers_due.start()
@@ -157,16 +160,19 @@ def limited_connection(
         def _refuse(self, answer: bytes) -> None:
             """The last answer. Nothing is written into one that is on its way."""
             self._unparsed.clear()
-            cycle = self.cycle
-            if cycle is not None and cycle.response_started and not cycle.response_complete:
+            if any(cycle.response_started for cycle in self._unanswered):
                 self._abort()
                 return
             self._head.is_whole = False  # nobody knows how much is to come
-            if cycle is not None and not cycle.response_complete:
-                cycle.disconnected = True  # its answer would be dropped
-                cycle.message_event.set()
+            self._tell_unanswered()  # their answers would be dropped
             self.transport.write(answer)
             self.transport.close()
+
+        def _tell_unanswered(self) -> None:
+            """Nobody reads the answer of a request: uvicorn says so to the last one alone."""
+            for cycle in self._unanswered:
+                cycle.disconnected = True
+                cycle.message_event.set()
 
         def _unsupported_upgrade_warning(self) -> None:
             """A request offers another protocol. Its parser takes what follows the head for that
@@ -211,6 +217,8 @@ def limited_connection(
             self._head.is_open = False
             if self._head.fields <= HEAD_FIELDS:
                 super().on_headers_complete()
+                self._unanswered.append(self.cycle)
+                self.flow.resume_reading()  # uvicorn pauses it behind a request that waits
 
         def on_body(self, body: bytes) -> None:
             """Part of a body."""
@@ -228,6 +236,7 @@ def limited_connection(
 
         def on_response_complete(self) -> None:
             """An answer has been written: the next request is parsed."""
+            self._unanswered = [each for each in self._unanswered if not each.response_complete]
             super().on_response_complete()
             if self._unparsed and self.flow is not None:
                 self.loop.call_soon(self._parse)
@@ -256,6 +265,7 @@ def limited_connection(
             self._headers_due.stop()
             self._reading_due.stop()
             refused.discard(self)
+            self._tell_unanswered()
             super().connection_lost(exc)
             self.transport.end()
 

@@ -248,6 +248,49 @@ def post(seconds: float = LONG, path: str = "/", **asked: Any) -> httpx.Response
     return asyncio.run(test())
 
 
+def asks(path: str) -> bytes:
+    return REQUEST.replace(b" / ", b" /%b " % path.encode())
+
+
+BROKEN = b"POST /broken HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nZ\r\n"
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+@pytest.mark.parametrize("ahead", [b"", asks("a"), asks("a") + asks("b") + asks("c"), BROKEN])
+def test_a_request_is_told_that_nobody_waits_whatever_was_sent_behind_it(
+    is_streamed: bool, ahead: bytes
+) -> None:
+    begun, left = asyncio.Event(), asyncio.Event()
+    paths: list[str] = []
+
+    async def waits(scope: Scope, receive: Receive, send: Send) -> None:
+        paths.append(scope["path"])
+        if is_streamed:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"a", "more_body": True})
+        begun.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        left.set()
+
+    async def test() -> None:
+        async with running(waits) as port, connected(port) as client:
+            client.writer.write(asks("first"))
+            await begun.wait()
+            client.writer.write(ahead)
+            await client.writer.drain()
+            if ahead == BROKEN:  # nothing is written into an answer that is on its way
+                said = await client.is_closed()
+                assert (b" 400 " in said) is not is_streamed
+                assert said.startswith(b"HTTP/1.1 200 ") is is_streamed
+            else:
+                client.writer.close()
+            await left.wait()
+        assert paths == ["/first"]
+
+    run(test())
+
+
 async def says_body(scope: Scope, receive: Receive, send: Send) -> None:
     """Answers with the path and the body."""
     body = scope["path"].encode() + b":"
