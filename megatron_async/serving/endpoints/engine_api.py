@@ -40,10 +40,11 @@ class TokenizeRequest(OwnFields):
 
 
 class DetokenizeRequest(Body):
-    """``POST /detokenize``."""
+    """``POST /detokenize``: as in vLLM, special tokens are shown."""
 
     model: str | None = None
     tokens: Several[Token]
+    skip_special_tokens: bool | None = None
 
 
 class PauseRequest(Body):
@@ -138,7 +139,7 @@ async def detokenize(front: Frontend, body: DetokenizeRequest) -> dict[str, Any]
 
     def text() -> str:
         check_vocabulary("tokens", body.tokens, front.tokenizer.vocab_size)
-        return front.tokenizer.detokenize(body.tokens)
+        return front.tokenizer.detokenize(body.tokens, bool(body.skip_special_tokens))
 
     try:
         return {"prompt": await front.generator.texts.run(len(body.tokens), text)}

@@ -34,6 +34,14 @@ def test_models_tokens_health_and_version(client: httpx.Client) -> None:
     assert client.get("/docs").status_code == 404
 
 
+@pytest.mark.parametrize("text", ["<end>", "a<end>b<end>", "ab"])
+def test_tokens_are_the_text_again_with_its_special_tokens(client: httpx.Client, text: str) -> None:
+    tokens = post(client, "/tokenize", prompt=text)["tokens"]
+    assert post(client, "/detokenize", tokens=tokens) == {"prompt": text}
+    shown = post(client, "/detokenize", tokens=tokens, skip_special_tokens=True)
+    assert shown == {"prompt": text.replace("<end>", "")}
+
+
 @pytest.mark.parametrize("path", ["/completions", "/chat/completions"])
 def test_megatrons_paths_without_a_version_are_those_with_one(
     server: Served, client: httpx.Client, path: str
