@@ -28,7 +28,7 @@ FRAMING = 8
 UNPARSED_BYTES = 1024 * 1024
 """The most that may come behind a request that has not been answered."""
 READ_AHEAD_BYTES = 64 * 1024
-"""Up to so many of those reading goes on: else nobody would notice that the client has left."""
+"""Reading goes on until these wait: else nobody would notice that the client has left."""
 HEADER_SECONDS = 60.0
 """For a request's headers to arrive, from its first byte or from the connection's beginning."""
 UNREAD_SECONDS = 300.0
