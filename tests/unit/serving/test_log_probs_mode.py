@@ -12,6 +12,7 @@ from megatron_async.errors import ConfigError
 from megatron_async.serving.http.frontend import ServerConfig
 from tests.support.engines import hash_engine
 from tests.support.hash_tokenizer import hash_tokenizer
+from tests.support.patience import PATIENCE_SECONDS
 from tests.support.served import served
 
 TEMPERATURE, TOP_K = 0.7, 5
@@ -20,9 +21,13 @@ Pairs = list[tuple[float, list[float]]]
 """Of each token: its own, and those of the most likely ones."""
 
 
+def _post(url: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(url, json=body, timeout=PATIENCE_SECONDS)
+
+
 def of_completions(url: str, **values: Any) -> Pairs:
     body = {"prompt": "abc", "max_tokens": 6, "logprobs": TOP_K, "ignore_eos": True}
-    answer = httpx.post(f"{url}/v1/completions", json=body | SAMPLED | values).raise_for_status()
+    answer = _post(f"{url}/v1/completions", body | SAMPLED | values).raise_for_status()
     found = answer.json()["choices"][0]["logprobs"]
     each = zip(found["token_logprobs"], found["top_logprobs"], strict=True)
     return [(own, sorted(top.values())[-TOP_K:]) for own, top in each]
@@ -31,7 +36,7 @@ def of_completions(url: str, **values: Any) -> Pairs:
 def of_chat(url: str, **values: Any) -> Pairs:
     body = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 6, "logprobs": True}
     body |= {"top_logprobs": TOP_K, "ignore_eos": True}
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body | SAMPLED | values)
+    answer = _post(f"{url}/v1/chat/completions", body | SAMPLED | values)
     found = answer.raise_for_status().json()["choices"][0]["logprobs"]["content"]
     return [_pair(each) for each in found]
 
@@ -39,7 +44,7 @@ def of_chat(url: str, **values: Any) -> Pairs:
 def of_responses(url: str, **values: Any) -> Pairs:
     body = {"input": "abc", "max_output_tokens": 6, "top_logprobs": TOP_K, "ignore_eos": True}
     body |= {"include": ["message.output_text.logprobs"]}
-    answer = httpx.post(f"{url}/v1/responses", json=body | SAMPLED | values).raise_for_status()
+    answer = _post(f"{url}/v1/responses", body | SAMPLED | values).raise_for_status()
     found = answer.json()["output"][0]["content"][0]["logprobs"]
     return [_pair(each) for each in found]
 
