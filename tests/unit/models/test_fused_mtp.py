@@ -257,9 +257,13 @@ def test_reasons_are_told_for_each_block_of_a_layer(monkeypatch: pytest.MonkeyPa
 
 
 @emulated
+@pytest.mark.parametrize("rows", [5, 100])
 @torch.inference_mode()
-def test_the_projection_is_measured_with_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_projection_is_measured_with_the_decoder(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     emulator.install(monkeypatch)
+    monkeypatch.setattr(cuda, "has_wgmma", lambda index: True)
     model = mtp_model("qwen3", torch.device("cpu"))
     step = FusedStep(model, {})
     size = model.config.hidden_size
@@ -267,10 +271,10 @@ def test_the_projection_is_measured_with_the_decoder(monkeypatch: pytest.MonkeyP
     assert (gemm.n, gemm.k) == (size, 2 * size)
     assert set(step.gemms) == {"qkv", "projection", "fc1", "fc2", "head", "eh_proj"}
     monkeypatch.setattr(step.decoder, "forward", lambda *_: None)
-    tokens = torch.tensor([3, 1, 4, 1, 5])
+    tokens = torch.tensor([3, 1, 4, 1, 5]).repeat(20)[:rows]
     found = step.forward(tokens, tokens, None, torch.empty(0))
     assert found is not None
-    hidden, first = step._hidden[:5, 0], model.mtp.layers[0]
+    hidden, first = step._hidden[:rows, 0], model.mtp.layers[0]
     embedded = first.enorm(model.embedding.word_embeddings.weight[tokens])
     wanted = first.eh_proj(torch.cat([embedded, first.hnorm(hidden)], 1))[0]
     assert relative_error(found, wanted.double()) < LIMIT

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.kernels.drafting.mtp_input import DraftInput, NormParameters, hidden_before
-from megatron_async.kernels.gemm.tile_config import ADD, FEW_ROWS, NO_NORM, STORE, padded
+from megatron_async.kernels.gemm.tile_config import ADD, FEW_ROWS, MAX_ROWS, NO_NORM, STORE, padded
 from megatron_async.models.fused.blocks.gemms import Gemm, SkinnyGemms, Work, missing
 from megatron_async.models.fused.blocks.kernel_parameters import norm_of, output_weight, scale_of
 from megatron_async.models.fused.blocks.residual import LAYER, Norm, Step
@@ -69,7 +69,7 @@ class ProjectionBlock:
         )
         with torch.inference_mode(False):
             self._nothing = torch.zeros(
-                FEW_ROWS, self._gemm.n, dtype=torch.bfloat16, device=self._weight.device
+                MAX_ROWS, self._gemm.n, dtype=torch.bfloat16, device=self._weight.device
             )
 
     def why_not(self, rows: int, context: Any) -> str | None:
