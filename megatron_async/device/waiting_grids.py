@@ -9,7 +9,8 @@ What a grid waits for was launched before it, or is the same launch on another r
 launches that have not ended the oldest one ends: its grids run at once on all ranks, as what was in
 front of them is over. NCCL's kernels have a place in that order too, since torch lets the engine's
 stream and NCCL's wait for each other. A rank that chooses another kernel than the others for a
-launch breaks it, or reads words that mean something else.
+launch breaks it, or reads words that mean something else. How many clusters a GPU has room for may
+differ among GPUs of one name, so ranks agree which grids run at once (``rank_sums.py``).
 Processes that share a GPU have it in turns, but for those under MPS.
 """
 

@@ -156,6 +156,7 @@ class GPTNetwork(Network):
             all_reduce=self._all_reduce,
             words=None if ranks is None else ranks.tensor_words,
             stages=ranks if self._has_stages else None,
+            agree=None if ranks is None else ranks.holds_on_all,
         )
 
     @property

@@ -104,7 +104,7 @@ class ModelParallel:
         self.ranks: tuple[int, ...] = given.ranks
         self.leader: int = self.ranks[0]
         self.layout = layout
-        self.rank = rank
+        self.rank, self._device = rank, device
         self.stage: int = layout.stage(rank)
         self.tensor_rank: int = rank % layout.tensor
         self.is_first: bool = self.stage == 0
@@ -266,6 +266,12 @@ class ModelParallel:
         if self.layout.tensor > 1:
             dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self._tensor)
         return x
+
+    def holds_on_all(self, holds: bool) -> bool:
+        """Whether something holds on all tensor-parallel ranks. To be called by all, at the same
+        place of a step; it waits for the device."""
+        against = torch.tensor([int(not holds)], device=self._device)
+        return not self.max_(against).item()
 
     def sum_experts_(self, x: Tensor) -> Tensor:
         """Add up over the ranks that have some experts each, or a share of each, in place."""

@@ -49,7 +49,7 @@ from megatron_async.models.fused.blocks.modules import (
     MlpModule,
 )
 from megatron_async.models.fused.blocks.moe_block import ExpertKernels, MoeBlock, is_mixture
-from megatron_async.models.fused.blocks.rank_sums import RankSums
+from megatron_async.models.fused.blocks.rank_sums import Agree, RankSums
 from megatron_async.models.fused.blocks.residual import AllReduce, Norm, Step, Workspace
 from megatron_async.models.fused.report import (
     ATTENTION,
@@ -123,6 +123,8 @@ class FusedDecoder:
             row-parallel GEMMs and the residual stream; None for one rank.
         words: of that group, with which one kernel does both; None without.
         stages: this process's place among the stages of the model; None for one stage.
+        agree: whether something holds on all ranks of that group, see
+            :class:`~.blocks.rank_sums.RankSums`; None for one rank.
 
     Raises:
         ValueError: no layer has a block that the kernels take.
@@ -135,6 +137,7 @@ class FusedDecoder:
         all_reduce: AllReduce | None = None,
         words: PeerWords | None = None,
         stages: Stages | None = None,
+        agree: Agree | None = None,
     ) -> None:
         self.coverage = DecodeCoverage(
             coverage.blocks(model, parallel=all_reduce is not None, stages=stages is not None)
@@ -148,10 +151,10 @@ class FusedDecoder:
         self._vocab_size: int = model.vocab_size // model.config.tensor_model_parallel_size
         sums = None
         if all_reduce is not None:
-            sums = RankSums(all_reduce, words, model.config.hidden_size, device)
+            sums = RankSums(all_reduce, words, model.config.hidden_size, device, agree)
         self._sums = sums
         self._places = self._places_of(model, device, sums, stages)
-        self._chosen: dict[tuple[int, int, int], list[Runs] | None] = {}
+        self._chosen: dict[tuple[int, int, int, bool], list[Runs] | None] = {}
 
     def _places_of(
         self, model: Any, device: torch.device, sums: RankSums | None, stages: Stages | None
@@ -343,7 +346,8 @@ class FusedDecoder:
 
     def _plan(self, most: int, context: Any) -> list[Runs] | None:
         """The blocks that run for padded rows; None if no layer has a fused one."""
-        key = most, context.block_size_tokens, context.num_speculative_tokens
+        drafts, waits = context.num_speculative_tokens, context.grids_may_wait
+        key = most, context.block_size_tokens, drafts, waits
         if key not in self._chosen:
             chosen = self._choose(most, context)
             kinds = AttentionBlock | MlpBlock | MoeBlock | MambaBlock

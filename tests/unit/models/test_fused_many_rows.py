@@ -3,9 +3,11 @@ emulated kernels and on a GPU."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from megatron_async.models.fused import where
 from megatron_async.models.fused.decoder import FusedDecoder
 from megatron_async.models.fused.report import MLP
 from megatron_async.models.gpt_network import GPTNetwork
+from megatron_async.models.parallel import ModelParallel
 from tests.support import decode_rig, emulator
 from tests.support.cuda_kernels import device, on_both
 from tests.support.decode_rig import DecodeRig, bfloat16_model, small, state_of
@@ -143,15 +146,49 @@ def _words(rank: int, memory: tuple[torch.Tensor, ...], capacity: int) -> PeerWo
     return PeerWords(rank, of_sums, launches[1], capacity, None, rows)
 
 
+class Room:
+    """Which of two ranks, each of which has a thread, have a GPU with room for grids at once."""
+
+    def __init__(self, of_ranks: tuple[bool, bool]) -> None:
+        self.of_ranks, self.barrier = of_ranks, threading.Barrier(2, timeout=120)
+        self.thread, self.said = threading.local(), [True, True]
+
+    def runs_at_once(self, kernel: Any, ctas: int) -> bool:
+        return self.of_ranks[self.thread.rank]
+
+    def agree(self, holds: bool) -> bool:
+        """A sum over ranks."""
+        self.said[self.thread.rank] = holds
+        self.barrier.wait()
+        found = all(self.said)
+        self.barrier.wait()
+        return found
+
+
 @on_both(
-    *("name", "rows"),
-    gpu=[("qwen3", 65), ("llama", 128), ("llama", 100)],
-    small=[("qwen3", 65), ("llama", 128)],
+    *("name", "rows", "room"),
+    gpu=[
+        ("qwen3", 65, (True, True)),
+        ("llama", 128, (True, True)),
+        ("llama", 100, (True, True)),
+        ("llama", 128, (True, False)),
+    ],
+    small=[
+        ("qwen3", 65, (True, True)),
+        ("llama", 128, (True, True)),
+        ("qwen3", 65, (True, False)),
+        ("llama", 40, (False, True)),
+    ],
 )
 def test_gemms_of_two_ranks_sum_where_they_end(
-    device: torch.device, name: str, rows: int, monkeypatch: pytest.MonkeyPatch
+    device: torch.device,
+    name: str,
+    rows: int,
+    room: tuple[bool, bool],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Behind the embedding a kernel does. All that is launched was compiled ahead."""
+    """Behind the embedding a kernel does, and behind all where one rank's GPU has no room for all
+    CTAs of a GEMM at once. Else all that is launched was compiled ahead."""
     config = config_of(
         name, num_layers=1, num_attention_heads=6, num_kv_heads=2, ffn_hidden_size=512,
         vocab_size=128,
@@ -163,6 +200,9 @@ def test_gemms_of_two_ranks_sum_where_they_end(
         monkeypatch.setattr(peer_sum, "CTAS", 1)
     monkeypatch.setattr(PeerSum, "__call__", ranks.at_once(PeerSum.__call__))
     monkeypatch.setattr(SkinnyGemm, "__call__", ranks.summed_at_once(SkinnyGemm.__call__))
+    rooms, summed = Room(room), all(room)
+    for kind in (cuda.Kernel, emulator.EmulatedKernel):
+        monkeypatch.setattr(kind, "runs_at_once", lambda *given: rooms.runs_at_once(*given))
     capacity = 128 * config.hidden_size
     memory = tuple(
         torch.zeros(2 * 2 * 2 * capacity, dtype=torch.int64, device=device) for _ in range(2)
@@ -170,8 +210,12 @@ def test_gemms_of_two_ranks_sum_where_they_end(
     whole, streams = DecodeRig(config, device, rows), ([], [])
 
     def run(rank: int) -> torch.Tensor:
+        rooms.thread.rank = rank
         share, half = rank_of(model, config, rank)
-        fused = FusedDecoder(share, all_reduce=lambda _: None, words=_words(rank, memory, capacity))
+        fused = FusedDecoder(
+            share, all_reduce=lambda _: None, words=_words(rank, memory, capacity),
+            agree=rooms.agree,
+        )  # fmt: skip
         rig = DecodeRig(half, device, rows)
         rig.tokens, rig.grids_may_wait = whole.tokens, True
         assert fused.most_rows(rig.context()) == MAX_ROWS
@@ -200,7 +244,9 @@ def test_gemms_of_two_ranks_sum_where_they_end(
     first, second = (torch.stack(stream) for stream in streams)
     assert first.equal(second), "all ranks have the same residual stream"
     assert whole.error(logits, state) < LIMIT
-    assert (ranks.sums, ranks.summed) == (decode_rig.TOKENS, 2 * 2 * decode_rig.TOKENS)
+    in_layers = 2 * decode_rig.TOKENS
+    assert ranks.sums == decode_rig.TOKENS + (0 if summed else in_layers)
+    assert ranks.summed == (2 * in_layers if summed else 0)
 
 
 # --- steps that are left to the modules ----------------------------------------------------------
@@ -317,6 +363,50 @@ def test_ranks_leave_more_than_64_rows_to_modules() -> None:
         assert not covered.fallbacks
         assert _reasons(fused, half) == {reason}
         assert _is_left(fused, 65, half) and _is_left(fused, 128, half)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("other", [True, False])
+def test_a_network_asks_the_ranks_that_share_its_layers(other: bool) -> None:
+    """What holds on one holds if it does on the other one too."""
+    whole = config_of(
+        "qwen3", num_attention_heads=6, num_kv_heads=2, ffn_hidden_size=512, vocab_size=128
+    )
+    share, _ = rank_of(bfloat16_model(whole, CPU), whole, 0)
+    network: Any = GPTNetwork(share)
+
+    class Two(ModelParallel):
+        def __init__(self) -> None:
+            self.layout = SimpleNamespace(tensor=2)
+            self.tensor_words, self._device = None, CPU
+
+        def max_(self, x: torch.Tensor) -> torch.Tensor:
+            return x.clamp_(min=int(not other))
+
+    network.parallel = Two()
+    sums = network._fused_decoder()._sums
+    for holds in (True, False):
+        gemm = type("Gemm", (), {"runs_at_once": holds})()
+        assert sums.run_at_once(gemm) is (holds and other)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_another_engine_of_a_network_may_not_have_grids_that_wait() -> None:
+    """What the one before had does not say what its steps have."""
+    whole = config_of(
+        "qwen3", num_attention_heads=6, num_kv_heads=2, ffn_hidden_size=512, vocab_size=128
+    )
+    share, half = rank_of(bfloat16_model(whole, CPU), whole, 0)
+    memory = tuple(torch.zeros(2 * 2 * 2 * 128 * 192, dtype=torch.int64) for _ in range(2))
+    words = _words(0, memory, 128 * 192)
+    fused = FusedDecoder(share, all_reduce=lambda tensor: None, words=words)
+    rig = DecodeRig(half, CPU, 100)
+    logits = torch.empty(100, half.vocab_size).bfloat16()
+    for waits in (True, False, True):
+        rig.grids_may_wait = waits
+        context = _begun(rig, rig.context())
+        assert fused.takes(logits, context) is waits
+        assert fused.most_rows(context) == (MAX_ROWS if waits else 64)
 
 
 @pytest.mark.usefixtures("on_cpu")

@@ -135,7 +135,8 @@ class RowParallel:
         rows, hidden = x.shape[0], residual.hidden
         gemm, sends = self._way(padded(rows), context)
         kernel = self._kernels.get(gemm, padded(rows), _kind(reader), sends)
-        if sends is not None and not kernel.runs_at_once:
+        sums = self._sums if sends is not None and sends.sums else None
+        if sums is not None and not sums.run_at_once(kernel):
             self._kernels.leave_unsummed(gemm, padded(rows))
             return self(x, residual, reader, context)
         weight, bias, scale = self._linear.weight, self._linear.bias, None

@@ -8,19 +8,22 @@ to the stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from megatron_async.kernels.gemm.skinny_gemm import Sending
+from megatron_async.kernels.gemm.skinny_gemm import Sending, SkinnyGemm
 from megatron_async.kernels.gemm.tile_config import FEW_ROWS, RMS_NORM, padded
 from megatron_async.models.fused.blocks.gemms import Work
 from megatron_async.models.fused.blocks.residual import AllReduce, Norm, Residual
 
 if TYPE_CHECKING:
     from megatron_async.kernels.ranks.peer_sum import PeerSum, PeerWords
+
+Agree = Callable[[bool], bool]
+"""Whether something holds on all ranks of a group, which all ask at the same place of a step."""
 
 LEAST_SENT_ROWS = 16
 """Padded rows from which on GEMMs send their partial sums themselves, which is quicker at 32 and 64
@@ -37,6 +40,7 @@ class RankSums:
     Args:
         all_reduce: over the group.
         words: of the group; None where the ranks do not reach each other's memory.
+        agree: whether something holds on all of them; None where they need not ask.
     """
 
     def __init__(
@@ -45,8 +49,11 @@ class RankSums:
         words: PeerWords | None,
         hidden_size: int,
         device: torch.device,
+        agree: Agree | None = None,
     ) -> None:
         self._all_reduce, self._hidden_size = all_reduce, hidden_size
+        self._agree = agree
+        self._at_once: dict[SkinnyGemm, bool] = {}
         self._kernel: PeerSum | None = None
         if words is not None:
             from megatron_async.kernels.ranks.peer_sum import PeerSum
@@ -85,6 +92,17 @@ class RankSums:
         if words is None or self._hidden_size % 16 or size > words.capacity:
             return None
         return Sending(words.memory, words.rank, words.launches, words.capacity, True, True)
+
+    def run_at_once(self, gemm: SkinnyGemm) -> bool:
+        """Whether the GPUs of all ranks have room for all CTAs of this GEMM at once. How many
+        clusters have room may differ between GPUs of one name.
+
+        All ranks ask, and wait for each other the first time, in a step that is not captured.
+        """
+        if gemm not in self._at_once:
+            holds = gemm.runs_at_once
+            self._at_once[gemm] = holds if self._agree is None else self._agree(holds)
+        return self._at_once[gemm]
 
     def _words(self, rows: int, *, sums: bool) -> Sending | None:
         kernel = self._kernel
