@@ -100,7 +100,8 @@ class PeerSum:
 
     Attributes:
         words: what it was made with.
-        statistic_rows: elements that one partial statistic covers.
+        statistic_rows: elements that one partial statistic covers; 0 of a hidden size that it does
+            not take, see :func:`why_not`.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class PeerSum:
         self._hidden_size, self._device = hidden_size, device
         self._steps = steps
         self._ctas, self._threads = ctas or CTAS, threads
-        self.statistic_rows = next(tile for tile in _TILES if hidden_size % tile == 0)
+        self.statistic_rows = next((tile for tile in _TILES if hidden_size % tile == 0), 0)
 
     def why_not(self, rows: int) -> str | None:
         """Why it does not add up ``rows`` rows; None if it does."""

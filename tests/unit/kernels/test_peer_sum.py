@@ -408,6 +408,15 @@ def test_a_rank_whose_gemms_sum_may_be_a_launch_ahead(
         monkeypatch.setattr(kernel, "in_a_row", 1)
 
 
+def test_a_hidden_size_that_it_does_not_take_is_said() -> None:
+    """A model of such is summed over ranks in another way."""
+    memory = tuple(torch.zeros(word_count(2, 512), dtype=torch.int64) for _ in range(2))
+    words = PeerWords(0, memory, torch.zeros(8, dtype=torch.int32), 512)
+    cpu = torch.device("cpu")
+    assert PeerSum(words, 96, cpu).why_not(1) == "a hidden size of 96 is not a multiple of 64"
+    assert PeerSum(words, 192, cpu).why_not(1) is None
+
+
 @on_both("ranks", gpu=[(2,)], small=[(2,)])
 def test_launches_count_on_past_the_largest_number(device: torch.device, ranks: int) -> None:
     """0 is the number of words that nobody has sent."""
