@@ -631,6 +631,7 @@ void expect_bytes(u32 barrier, u32 bytes) {
   if (t.announced) fail("bytes announced twice in a phase");
   t.announced = true;
   t.bytes += bytes;
+  events++;  // what is on its way arrives when a thread looks for it
   arrive(t, 0);
 }
 void await_bytes(u32 barrier, u32 parity) {

@@ -441,3 +441,16 @@ def test_the_emulator_notices(fault: str, monkeypatch: pytest.MonkeyPatch) -> No
     gemm = Gemm(torch.device("cpu"), *shape, 128)
     with pytest.raises(AssertionError, match=says):
         _launches(gemm, gemm.kernel(config))
+
+
+@emulated
+def test_two_stages_and_two_warpgroups_go_on_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In some orders only the warp that brings stages in does anything for a while."""
+    emulator.install(monkeypatch)
+    torch.manual_seed(0)
+    x, weight = torch.randn(96, 512).bfloat16(), torch.randn(80, 512).bfloat16()
+    gemm = SkinnyGemm(80, 512, 128, NO_NORM, STORE, RMS_NORM, many(1, 1, 2, 1), torch.device("cpu"))
+    for _ in range(24):
+        out = torch.full((96, 80), float("nan")).bfloat16()
+        gemm(x, weight, out)
+        assert relative_error(out, x.double() @ weight.double().T) < LIMIT
