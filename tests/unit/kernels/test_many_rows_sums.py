@@ -28,7 +28,7 @@ from tests.unit.kernels.test_many_rows_gemm import many
 from tests.unit.kernels.test_peer_rows import Case as StoredCase
 from tests.unit.kernels.test_peer_rows import Ranks
 from tests.unit.kernels.test_peer_sum import LARGE
-from tests.unit.kernels.test_rank_sum_faults import break_sums
+from tests.unit.kernels.test_rank_sum_faults import break_sums, check_fault
 
 __all__ = ["device"]
 
@@ -281,11 +281,7 @@ FAULTS: dict[str, tuple[str, str, Callable[[], None]]] = {
 @emulated
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_show(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    there, instead, run = FAULTS[fault]
-    assert emulator.source_text("skinny_gemm_many").count(there) == 1
-    break_sums(monkeypatch, there, instead)
-    with pytest.raises(AssertionError):
-        run()
+    check_fault(monkeypatch, FAULTS[fault], "skinny_gemm_many")
 
 
 @pytest.mark.sweep(of=3)

@@ -47,6 +47,19 @@ def break_sums(monkeypatch: pytest.MonkeyPatch, there: str, instead: str) -> Non
     monkeypatch.setattr(emulator, "_kernel", made)
 
 
+def check_fault(
+    monkeypatch: pytest.MonkeyPatch,
+    fault: tuple[str, str, Callable[[], None]],
+    *sources: str,
+) -> None:
+    """A text, once in each of these sources, in whose place stands another, is noticed."""
+    there, instead, run = fault
+    assert {emulator.source_text(source).count(there) for source in sources} == {1}
+    break_sums(monkeypatch, there, instead)
+    with pytest.raises(AssertionError):
+        run()
+
+
 def of_gemms(
     k: int,
     config: TileConfig,
@@ -115,8 +128,8 @@ FAULTS: dict[str, tuple[str, str, Callable[[], None]]] = {
     "the bias of each rank": (_ROUNDED, _BIAS + _ROUNDED, PLAIN),
     "from its own rank on": (_ADDED, _ADDED.replace("[from]", "[(from + place) % RANKS]"), THREE),
     "another rank's words": (
-        "poll_peer(received + words_of(row_tile, mt, from)",
-        "poll_peer(received + words_of(row_tile, mt, RANKS - 1 - from)",
+        "poll_peer(received + words_of(row_tile, mt, from), upper",
+        "poll_peer(received + words_of(row_tile, mt, RANKS - 1 - from), upper",
         THREE,
     ),
     "rows that nobody sends": ("from == place || mt * 8 + g >= M ||", "from == place ||", PLAIN),
@@ -133,12 +146,7 @@ FAULTS: dict[str, tuple[str, str, Callable[[], None]]] = {
 @emulated
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_of_gemms_that_sum_show(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    there, instead, run = FAULTS[fault]
-    sources = [emulator.source_text(f"skinny_gemm_{kind}") for kind in ("mma", "wgmma")]
-    assert [text.count(there) for text in sources] == [1, 1]
-    break_sums(monkeypatch, there, instead)
-    with pytest.raises(AssertionError):
-        run()
+    check_fault(monkeypatch, FAULTS[fault], "skinny_gemm_mma", "skinny_gemm_wgmma")
 
 
 @pytest.mark.sweep(of=3)
@@ -201,8 +209,4 @@ OF_EXPERTS: dict[str, tuple[str, str, Callable[[], None]]] = {
 @emulated
 @pytest.mark.parametrize("fault", OF_EXPERTS)
 def test_faults_of_experts_that_sum_show(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    there, instead, run = OF_EXPERTS[fault]
-    assert emulator.source_text("moe_row").count(there) == 1
-    break_sums(monkeypatch, there, instead)
-    with pytest.raises(AssertionError):
-        run()
+    check_fault(monkeypatch, OF_EXPERTS[fault], "moe_row")

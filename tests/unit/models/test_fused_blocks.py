@@ -486,17 +486,7 @@ def test_partial_sums_of_two_ranks_make_the_whole_model(
         for source, macros in fused.kernels_of([rig.rows], rig.context()):
             ahead.add((source, *sorted(macros.items())))
 
-        def forward(ids: Tensor, positions: Tensor, context: Any, logits: Tensor) -> None:
-            hidden = logits.new_empty(rig.rows, config.hidden_size)
-            fused.forward(ids, positions, context, logits, hidden)
-            streams[rank].append(hidden)
-
-        if device.type == "cpu":
-            return rig.decode(forward)
-        with torch.cuda.stream(torch.cuda.Stream()):
-            logits = rig.decode(forward)
-            torch.cuda.current_stream().synchronize()  # others read them on another stream
-            return logits
+        return decoded_by_rank(fused, rig, streams[rank])
 
     with ThreadPoolExecutor(2) as pool:
         logits = torch.cat(list(pool.map(run, range(2))), dim=2)
@@ -509,6 +499,23 @@ def test_partial_sums_of_two_ranks_make_the_whole_model(
     assert ranks.summed == (2 * in_layers if way == "summed" else 0)
     steps = {dict(macros)["STEPS"] for _, *macros in used}
     assert used <= ahead and steps == ({2} if way == "two steps" else {1} if any(words) else set())
+
+
+def decoded_by_rank(fused: FusedDecoder, rig: DecodeRig, stream: list[Tensor]) -> Tensor:
+    """A rank's logits of all steps, on a GPU stream of its own; what a step leaves in the residual
+    stream is added to ``stream``."""
+
+    def forward(ids: Tensor, positions: Tensor, context: Any, logits: Tensor) -> None:
+        hidden = logits.new_empty(rig.rows, rig.config.hidden_size)
+        fused.forward(ids, positions, context, logits, hidden)
+        stream.append(hidden)
+
+    if rig.device.type == "cpu":
+        return rig.decode(forward)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        logits = rig.decode(forward)
+        torch.cuda.current_stream().synchronize()  # others read them on another stream
+        return logits
 
 
 def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,13 @@ from tests.support.cuda_kernels import device, on_both
 from tests.support.decode_rig import DecodeRig, bfloat16_model, small, state_of
 from tests.support.e4m3_modules import make_layers_e4m3
 from tests.unit.models.test_forward_accuracy import TOLERANCE
-from tests.unit.models.test_fused_blocks import Ranks, one_at_a_time, rank_of, subclass
+from tests.unit.models.test_fused_blocks import (
+    Ranks,
+    decoded_by_rank,
+    one_at_a_time,
+    rank_of,
+    subclass,
+)
 
 pytestmark = pytest.mark.sweep
 
@@ -227,17 +233,7 @@ def test_gemms_of_two_ranks_sum_where_they_end(
         ]
         assert sums == ["skinny_gemm_many"] * 2
 
-        def forward(ids: Any, positions: Any, context: Any, logits: torch.Tensor) -> None:
-            hidden = logits.new_empty(rows, config.hidden_size)
-            fused.forward(ids, positions, context, logits, hidden)
-            streams[rank].append(hidden)
-
-        if device.type == "cpu":
-            return rig.decode(forward)
-        with torch.cuda.stream(torch.cuda.Stream()):
-            logits = rig.decode(forward)
-            torch.cuda.current_stream().synchronize()  # others read them on another stream
-            return logits
+        return decoded_by_rank(fused, rig, streams[rank])
 
     with ThreadPoolExecutor(2) as pool:
         logits = torch.cat(list(pool.map(run, range(2))), dim=2)
