@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MOST_AT_ONCE = 1024
-"""Requests of one client."""
+"""Requests for texts of one client."""
+CONTROLS_AT_ONCE = 16
+"""Further calls of one client, which do not wait for texts: a call may be what these wait for."""
 AGAIN_SECONDS = 0.2
 """Between two tries of a request that the server cannot take now."""
 _LATER = frozenset({429, 503})
@@ -42,7 +44,8 @@ class Client:
         self._patience = patience
         # No proxy: the server is on a network of the trainer's own.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        self._threads = ThreadPoolExecutor(MOST_AT_ONCE, "rollouts")
+        self._rollouts = ThreadPoolExecutor(MOST_AT_ONCE, "rollouts")
+        self._controls = ThreadPoolExecutor(CONTROLS_AT_ONCE, "controls")
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, **fields: Any) -> Any:
         """The answer's JSON.
@@ -58,13 +61,14 @@ class Client:
         return self._answer("GET", path, None)
 
     async def asking(self, path: str, body: Mapping[str, Any]) -> Any:
-        """:meth:`post` in a thread of this client's."""
+        """:meth:`post` in a thread of this client's, whatever number of texts it waits for."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self.post, path, body)
+        return await loop.run_in_executor(self._controls, self.post, path, body)
 
     def close(self) -> None:
         """Wait for nobody any more."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._rollouts, self._controls):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
         end = time.monotonic() + self._patience
@@ -99,7 +103,10 @@ class Client:
         body = {"input_ids": list(prompt), "sampling_params": dict(sampling)}
         more = {"rid": rid, "return_logprob": log_probs, "top_logprobs_num": top}
         more["logprobs_mode"] = mode
-        found: dict[str, Any] = await self.asking("/generate", {**body, **more})
+        loop, asked = asyncio.get_running_loop(), {**body, **more}
+        found: dict[str, Any] = await loop.run_in_executor(
+            self._rollouts, self.post, "/generate", asked
+        )
         return found
 
     def send_bucket(self, tensors: Mapping[str, Tensor], version: str | None = None) -> None:
