@@ -68,6 +68,8 @@ class GenerationMethods:
         client, most = next(self._turns), int(sampling_params["max_new_tokens"])
         while True:
             sampling = {**sampling_params, "max_new_tokens": most - len(tokens)}
+            if (least := sampling.get("min_new_tokens")) is not None:
+                sampling["min_new_tokens"] = max(0, least - len(tokens))
             found = (await client.generate([*input_ids, *tokens], sampling))["meta_info"]
             pairs = found["output_token_logprobs"]
             tokens += [token for _, token, _ in pairs]

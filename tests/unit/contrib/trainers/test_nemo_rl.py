@@ -112,21 +112,29 @@ def test_a_sample_that_is_aborted_goes_on(generation: Any, client: Client) -> No
     assert tokens == expected(llama(1)) and len(log_probs) == 8
 
 
-def test_it_goes_on_behind_the_tokens_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[list[int], int]] = []
+@pytest.mark.parametrize(
+    ("least", "mins"),
+    [({}, (-1, -1)), ({"min_new_tokens": 7}, (7, 5)), ({"min_new_tokens": 1}, (1, 0))],
+)
+def test_it_goes_on_behind_the_tokens_that_it_has(
+    monkeypatch: pytest.MonkeyPatch, least: dict[str, int], mins: tuple[int, int]
+) -> None:
+    asked: list[tuple[list[int], int, int]] = []
     parts = [([5, 6], "abort"), ([], "abort"), ([7], "stop")]
 
     async def generate(_: Client, prompt: list[int], sampling: dict[str, Any]) -> Any:
-        asked.append((prompt, sampling["max_new_tokens"]))
+        asked.append((prompt, sampling["max_new_tokens"], sampling.get("min_new_tokens", -1)))
         tokens, reason = parts[len(asked) - 1]
         pairs = [[-0.5, token, None] for token in tokens]
         return {"meta_info": {"output_token_logprobs": pairs, "finish_reason": {"type": reason}}}
 
     monkeypatch.setattr(Client, "generate", generate)
     made = nemo_rl.GenerationMethods(["http://nowhere"], CONFIG)
-    found = asyncio.run(made.generate_one_sample(SAMPLING, PROMPT, 4))
+    found = asyncio.run(made.generate_one_sample(SAMPLING | least, PROMPT, 4))
     assert found == (4, [5, 6, 7], [-0.5] * 3, False)
-    assert asked == [(PROMPT, 8), ([*PROMPT, 5, 6], 6), ([*PROMPT, 5, 6], 6)]
+    first, later = mins
+    behind = [*PROMPT, 5, 6]
+    assert asked == [(PROMPT, 8, first), (behind, 6, later), (behind, 6, later)]
 
 
 @pytest.mark.parametrize(
