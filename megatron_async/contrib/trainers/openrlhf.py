@@ -298,7 +298,8 @@ def _sampling(params: Any) -> tuple[dict[str, Any], int | None]:
     """What ``/generate`` is asked for vLLM's parameters, and how many likely tokens; None for no
     log-probabilities."""
     for name in REFUSED_PARAMS:
-        if getattr(params, name, None):
+        value = getattr(params, name, None)
+        if value or type(value) is int:  # prompt_logprobs=0 asks for those of the prompt's tokens
             raise RequestError(f"{name} is not served here; leave it out of the sampling_params")
     if getattr(params, "n", 1) not in (None, 1):
         raise RequestError(f"n={params.n} is not served here; ask for one text at a time")

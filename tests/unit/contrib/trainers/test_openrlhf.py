@@ -99,7 +99,12 @@ def test_log_probs_are_the_models_unless_processed_ones_are_asked_for(client: Cl
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [({"n": 2}, "n=2"), ({"prompt_logprobs": 1}, "prompt_logprobs"), ({"top_p": 2.0}, "top_p")],
+    [
+        ({"n": 2}, "n=2"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"top_p": 2.0}, "top_p"),
+    ],
 )
 def test_what_is_not_served_is_named(engine: RolloutEngine, changes: Any, said: str) -> None:
     with pytest.raises(RequestError, match=said):
