@@ -16,11 +16,14 @@ class ApiStyle:
             nothing.
         top_by_text: ``top_n`` lists of requests have the texts of tokens where there is a
             tokenizer; else their ids.
+        shows_prompts: a request that has ended has the text of a prompt that came as token ids;
+            else only a text that came.
     """
 
     fails_long_requests: bool = False
     raises_suspended: bool = False
     top_by_text: bool = False
+    shows_prompts: bool = False
 
 
 OUR_STYLE = ApiStyle()

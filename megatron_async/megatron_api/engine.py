@@ -48,7 +48,9 @@ from megatron_async.scheduler.request_state import State
 if TYPE_CHECKING:
     from megatron_async.weights.source import AnySource
 
-MEGATRON_STYLE = ApiStyle(fails_long_requests=True, raises_suspended=True, top_by_text=True)
+MEGATRON_STYLE = ApiStyle(
+    fails_long_requests=True, raises_suspended=True, top_by_text=True, shows_prompts=True
+)
 
 
 class DynamicInferenceEngine(engine.DynamicInferenceEngine):

@@ -14,7 +14,7 @@ from megatron_async.megatron_api.spmd.place import pg_collection_of, take_place
 from megatron_async.megatron_api.tables import CONTROLLER_ATTRIBUTES, WRAPPER_ATTRIBUTES
 from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.models.network import Network
-from megatron_async.models.served import ServedModel
+from megatron_async.models.served import ServedModel, tokenize_prompt
 from megatron_async.ranks.replica import data_parallel_group
 
 from megatron.core.inference.contexts import BaseInferenceContext  # isort: skip
@@ -118,7 +118,7 @@ class TextGenerationController:
             network = OtherNetwork(network)
         place = network.parallel
         self.model_is_pipeline_parallel = place is not None and place.layout.pipeline > 1
-        self.served = ServedModel(network=network, tokenizer=tokenizer)
+        self.served = ServedModel(network=network, tokenizer=tokenizer, strips_begin=True)
 
     @property
     def dp_group(self) -> Any:
@@ -144,9 +144,18 @@ class TextGenerationController:
                 "TextGenerationController over the same model"
             )
 
-    def tokenize_prompt(self, prompt: str, add_BOS: bool = False) -> list[int]:
-        """Token ids of a text prompt; :class:`RequestError` where there can be none."""
-        return self.served.tokenize_prompt(prompt, add_BOS)
+    def tokenize_prompt(*given: Any, **named: Any) -> list[int]:
+        """Token ids of a text prompt, without begin tokens that the tokenizer puts in front, with
+        one where ``add_BOS`` is true; :class:`RequestError` where there can be none.
+
+        Called with ``(prompt, add_BOS=False)`` as in core_v0.16, or as since with ``(tokenizer,
+        prompt, add_BOS=False)``, also of the class.
+        """
+        if given and isinstance(given[0], TextGenerationController):
+            served, given = given[0].served, given[1:]
+            if "tokenizer" not in named and (not given or isinstance(given[0], str)):
+                return served.tokenize_prompt(*given, **named)
+        return tokenize_prompt(*given, strips_begin=True, **named)
 
     def __getattr__(self, name: str) -> Any:
         raise no_attribute(self, name, CONTROLLER_ATTRIBUTES)

@@ -81,7 +81,10 @@ CONTROLLER_ATTRIBUTES: Table = {
     "inference_wrapped_model": works(""),
     "model_is_pipeline_parallel": works("False"),
     "pp_group": works("as given"),
-    "tokenize_prompt": works(""),
+    "tokenize_prompt": works(
+        "of (prompt, add_BOS), as in 0.16, and of (tokenizer, prompt, add_BOS); without begin "
+        "tokens of the tokenizer's own"
+    ),
     "tokenizer": works(""),
     "detokenize": refused("use the tokenizer's; records have generated_text"),
     "dp_group": works("megatron-core's data-parallel group; None where there is none"),
@@ -287,7 +290,6 @@ REQUEST: Table = {
             "get_metadata_types",
             "latency",
             "merge",
-            "prompt",
             "prompt_log_probs",
             "request_id",
             "requests",
@@ -300,6 +302,7 @@ REQUEST: Table = {
         ),
         works(""),
     ),
+    "prompt": works("of token ids their text, when the request has ended"),
     "generated_text": works("without the token that ended it, unlike theirs"),
     "generated_top_n_logprobs": works("by text; by token id where there is no tokenizer"),
     "prompt_top_n_logprobs": works("by text; by token id where there is no tokenizer"),

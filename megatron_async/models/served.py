@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,8 @@ class ServedModel:
         weights_region: memory of the parameters that can be given back; None if theirs is torch's.
         sampling_defaults: fields of ``SamplingParams`` for requests that bring none; None for
             megatron-core's.
+        strips_begin: begin tokens that the tokenizer itself puts in front of a prompt are left out,
+            as in megatron-core.
     """
 
     network: Network
@@ -43,6 +46,7 @@ class ServedModel:
     group: RankGroup | None = None
     weights_region: Region | None = None
     sampling_defaults: dict[str, Any] | None = None
+    strips_begin: bool = False
 
     @property
     def weights_owner(self) -> Any:
@@ -59,16 +63,7 @@ class ServedModel:
             raise RequestError(
                 "the model has no tokenizer; give the prompt as token ids, or a tokenizer_model"
             )
-        ids = list(self.tokenizer.tokenize(prompt))
-        if add_BOS:
-            bos = getattr(self.tokenizer, "bos", None)
-            if bos is None:
-                raise RequestError(
-                    "add_BOS=True but the tokenizer has no begin token; leave it out"
-                )
-            if ids[:1] != [bos]:
-                ids.insert(0, bos)
-        return ids
+        return tokenize_prompt(self.tokenizer, prompt, add_BOS, strips_begin=self.strips_begin)
 
     def read_weights(
         self,
@@ -150,3 +145,28 @@ class ModelDescription:
         if self.kv_cache is None:
             raise ConfigError("the model does not say its kv_cache_spec; build its cache yourself")
         return self.kv_cache
+
+
+def tokenize_prompt(
+    tokenizer: Any, prompt: str, add_BOS: bool = False, *, strips_begin: bool
+) -> list[int]:
+    """Token ids of a text prompt; see :class:`ServedModel`. Raises RequestError where ``add_BOS``
+    asks for a begin token that the tokenizer has not."""
+    ids = list(tokenizer.tokenize(prompt))
+    bos = _begin_token(tokenizer) if add_BOS or strips_begin else None
+    if strips_begin:
+        ids = list(itertools.dropwhile(lambda token: token == bos, ids))
+    if add_BOS:
+        if bos is None:
+            raise RequestError("add_BOS=True but the tokenizer has no begin token; leave it out")
+        if ids[:1] != [bos]:
+            ids.insert(0, bos)
+    return ids
+
+
+def _begin_token(tokenizer: Any) -> int | None:
+    try:
+        found: int | None = tokenizer.bos
+    except (AttributeError, NotImplementedError):  # megatron's tokenizers that have none
+        return None
+    return found

@@ -76,7 +76,7 @@ class OutputProcessor:
 
     Args:
         eos_token_ids: the model's own end tokens.
-        style: of the ``top_n`` lists of requests.
+        style: of the ``top_n`` lists of requests, and of their prompts.
 
     Attributes:
         ends: what ends requests before their tokens are committed: stop words, and what others
@@ -107,6 +107,7 @@ class OutputProcessor:
         self._token_name: TokenName | None = None
         if style.top_by_text and tokenizer is not None:
             self._token_name = lambda token: str(tokenizer.detokenize([token]))
+        self._shows_prompts = style.shows_prompts
         self._track_pauses = track_pauses
         self._eos_token_ids = frozenset(eos_token_ids)
         self._entries: dict[int, LiveRequest] = {}
@@ -408,6 +409,8 @@ class OutputProcessor:
         """Hand out a request that ends; returns the text of its last output."""
         request = entry.request
         text = entry.end(reason, text, now, stop_token, self._eos_token_ids)
+        if self._shows_prompts and request.prompt is None:
+            entry.text.show_prompt()
         del self.keys[request.request_id]
         self.ended.append((entry.future, request))
         self.finished.append(request)

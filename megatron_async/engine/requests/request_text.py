@@ -188,6 +188,15 @@ class RequestText:
             self.go_on_without(error)
         return None
 
+    def show_prompt(self) -> None:
+        """Write the request's ``prompt``, that of its token ids."""
+        if self._detokenize is None:
+            return
+        try:
+            self._request.prompt = self._detokenize(list(self._request.prompt_tokens))
+        except Exception as error:
+            self.go_on_without(error)
+
     def go_on_without(self, error: Exception) -> None:
         """The tokenizer has failed."""
         self._detokenize = self.stream = None

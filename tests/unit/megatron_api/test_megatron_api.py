@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import inspect
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +41,9 @@ from tests.support.stock_model import (
 from megatron.core.distributed import DistributedDataParallel  # isort: skip
 from megatron.core.distributed import DistributedDataParallelConfig  # isort: skip
 from megatron.core.inference.sampling_params import SamplingParams as TheirParams  # isort: skip
+from megatron.core.inference.text_generation_controllers.text_generation_controller import (  # isort: skip
+    TextGenerationController as TheirController,
+)
 from megatron.core.transformer.module import Float16Module  # isort: skip
 
 GREEDY = SamplingParams(top_k=1, num_tokens_to_generate=8, termination_id=-1)
@@ -49,7 +54,9 @@ def model() -> Any:
     return stock_model()
 
 
-def build(model: Any, config: EngineConfig | None = None, **keywords: Any) -> Any:
+def build(
+    model: Any, config: EngineConfig | None = None, tokenizer: Any = None, **keywords: Any
+) -> Any:
     """An engine as a script for core_v0.16.1 builds it."""
     sizes: dict[str, Any] = {
         "params_dtype": next(model.parameters()).dtype,
@@ -62,7 +69,8 @@ def build(model: Any, config: EngineConfig | None = None, **keywords: Any) -> An
         "max_requests": 2,
     }
     context = DynamicInferenceContext(**(sizes | keywords))
-    controller = TextGenerationController(GPTInferenceWrapper(model, context), Tokenizer())
+    wrapped = GPTInferenceWrapper(model, context)
+    controller = TextGenerationController(wrapped, tokenizer or Tokenizer())
     return DynamicInferenceEngine(controller, context, random_seed=1, config=config)
 
 
@@ -145,6 +153,85 @@ def test_a_record_has_what_scripts_ask_of_it(model: Any) -> None:
     assert names[3] == "termination_id" and len(names) == len(request.tracked_metadata)
     assert request.get_metadata_types()[0][1] is torch.float32
     engine.close()
+
+
+class Begins(Tokenizer):
+    """Puts a begin token in front, and for ``~`` one more."""
+
+    def tokenize(self, text: str) -> list[int]:
+        begin = [self.bos] if text[:1] != "~" else [self.bos, self.bos]
+        return begin + super().tokenize(text)
+
+
+class NoBegin(Tokenizer):
+    """One without a begin token, as megatron's base class has it."""
+
+    @property
+    def bos(self) -> int:  # type: ignore[override]
+        raise NotImplementedError("no bos")
+
+
+@pytest.mark.parametrize("add_begin", (False, True))
+@pytest.mark.parametrize("text", ("a+b", "~ c"))
+def test_begin_tokens_are_those_of_megatron_core(model: Any, text: str, add_begin: bool) -> None:
+    """Whatever the tokenizer puts in front; asked of a controller, and of the class, as each
+    release does."""
+    tokenizer = Begins()
+    theirs: Any = TheirController.tokenize_prompt
+    is_static = "tokenizer" in inspect.signature(theirs).parameters
+    asked = tokenizer if is_static else SimpleNamespace(tokenizer=tokenizer)
+    expected = theirs(asked, text, add_begin)
+    assert expected.count(tokenizer.bos) == int(add_begin)
+    engine = build(model, tokenizer=tokenizer)
+    controller = engine.controller
+    assert controller.tokenize_prompt(text, add_begin) == expected
+    assert controller.tokenize_prompt(tokenizer, text, add_BOS=add_begin) == expected
+    of_class = TextGenerationController.tokenize_prompt
+    assert of_class(tokenizer, text, add_begin) == expected
+    assert of_class(tokenizer=tokenizer, prompt=text, add_BOS=add_begin) == expected
+    params = dataclasses.replace(GREEDY, add_BOS=add_begin)
+    (record,) = engine.generate([text], params)
+    (same,) = engine.generate([expected], params)
+    assert list(record.prompt_tokens) == expected
+    assert record.generated_tokens == same.generated_tokens
+    engine.close()
+
+
+def test_a_tokenizer_without_a_begin_token_serves(model: Any) -> None:
+    engine = build(model, tokenizer=NoBegin())
+    (record,) = engine.generate(["ab"], GREEDY)
+    assert list(record.prompt_tokens) == Tokenizer().tokenize("ab")
+    with pytest.raises(RequestError, match="no begin token"):
+        engine.generate(["ab"], dataclasses.replace(GREEDY, add_BOS=True))
+    engine.close()
+
+
+class Loses(Tokenizer):
+    """Cannot show a token."""
+
+    def detokenize(self, tokens: list[int]) -> str:
+        if 3 in tokens:
+            raise ValueError("no text for 3")
+        return super().detokenize(tokens)
+
+
+def test_a_record_has_the_text_of_a_prompt_of_token_ids(model: Any) -> None:
+    """When it has ended, as theirs; also where it was aborted, and of each that its tokenizer can
+    show."""
+    engine = build(model, tokenizer=Loses())
+    kept = [engine.add_request(1, [33, 34, 35], GREEDY), engine.add_request(2, [3, 34], GREEDY)]
+    aborted = engine.add_request(3, torch.tensor([40, 41]), GREEDY)
+    engine.step_modern()
+    engine.abort_request(3)
+    run(engine)
+    assert [each.result(0).prompt for each in (*kept, aborted)] == ["ABC", None, "HI"]
+    assert kept[1].result(0).succeeded()
+    named = engine.add_request(4, [33], dataclasses.replace(GREEDY, stop_words=["zzz"]))
+    run(engine)
+    assert named.result(0).prompt == "A"
+    engine.close()
+    with OurEngine(TextGenerationController(model, Tokenizer()).served) as ours:
+        assert ours.generate([[33, 34]], GREEDY)[0].prompt is None
 
 
 def test_a_request_comes_back_from_json(model: Any) -> None:
