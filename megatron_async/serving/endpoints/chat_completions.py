@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import re
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -102,12 +104,18 @@ async def _tokens(
         if behind is not None:
             return joined(turn.ids, await front.generator.tokenize(behind, field="messages"))
     # By default none: the template writes the begin token itself.
-    return await front.generator.tokenize(
+    ids = await front.generator.tokenize(
         prompt.text,
         add_special_tokens=bool(body.add_special_tokens),
         add_bos=bool(body.add_BOS),
         field="messages",
     )
+    if body.add_BOS is None:
+        return ids
+    # As in Megatron's server, one or none, whatever the template writes.
+    begin = front.tokenizer.bos_id
+    others = list(itertools.dropwhile(lambda token: token == begin, ids))
+    return ids[:1] + others if body.add_BOS else others
 
 
 class _ChatCompletion:
@@ -175,10 +183,19 @@ class _ChatCompletion:
             shown["prompt_token_ids"] = self._job.prompt
             shown["generation_token_ids"] = choice.token_ids
         if body.return_raw_text:
-            shown["raw_text"] = self._prompt.text + choice.text
+            shown["raw_text"] = self._raw_prompt() + choice.text
         if shown and body.logprobs:
             shown["generation_log_probs"] = [own for own, _ in choice.log_probs]
         return shown
+
+    def _raw_prompt(self) -> str:
+        """The text of the prompt's tokens."""
+        text, begin = self._prompt.text, self._front.tokenizer.bos_id
+        if self._body.add_BOS is None or begin is None:
+            return text
+        written = self._front.tokenizer.token_name(begin) or ""
+        behind = re.sub(rf"\A(?:{re.escape(written)})+", "", text)
+        return written + behind if self._body.add_BOS else behind
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of the answer as a stream."""

@@ -48,6 +48,31 @@ def test_the_call_of_megatrons_trainer() -> None:
     )
 
 
+@pytest.mark.parametrize("written", (0, 1, 2))
+def test_add_bos_says_whether_a_chat_has_a_begin_token(written: int) -> None:
+    """One or none, as in Megatron's server, whatever the template writes."""
+    tokenizer = tiny_tokenizer()
+
+    def ids(count: int) -> list[int]:
+        begin = tokenizer.bos_id
+        assert begin is not None
+        return [begin] * count + tokenizer.tokenize("def f(")
+
+    source = "{{ bos_token }}" * written + "{{ messages[0].content }}"
+    special = {"bos_token": str(tokenizer.token_name(ids(1)[0]))}
+    templates = ChatTemplates({"default": source}, special)
+    engine = DynamicInferenceEngine.from_pretrained("tiny", config_at(1, max_requests=4))
+    with served(engine, tokenizer=tokenizer, templates=templates) as made:
+        for asked, count in ((None, written), (True, 1), (False, 0)):
+            body = {**CHAT, "max_tokens": 2, "add_BOS": asked}
+            body |= {"return_tokenized_data": True, "return_raw_text": True}
+            answer = httpx.post(f"{made.url}/chat/completions", json=body).raise_for_status()
+            message = answer.json()["choices"][0]["message"]
+            assert message["prompt_token_ids"] == ids(count)
+            text = special["bos_token"] * count + "def f("
+            assert message["raw_text"] == text + message["content"]
+
+
 @pytest.mark.parametrize("path", ["/completions", "/chat/completions"])
 def test_a_top_p_of_nothing_is_off_there_alone(path: str) -> None:
     body = CHAT if "chat" in path else {"prompt": "def f(", "max_tokens": 12, "ignore_eos": True}
