@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from megatron_async.engine.requests.log_probs import tops_by_text
+from megatron_async.engine.requests.log_probs import names_of, tops_by_text
 from megatron_async.request.request import DynamicInferenceRequest
 
 
@@ -21,7 +21,7 @@ def results_to_json(
 def _by_text(tops: list[Any] | None, tokenizer: Any) -> list[Any] | None:
     if tops is None or tokenizer is None:
         return tops
-    return [tops_by_text(top, lambda token: tokenizer.detokenize([token])) for top in tops]
+    return [tops_by_text(top, names_of(tokenizer)) for top in tops]
 
 
 def _result(request: DynamicInferenceRequest, step_count: int, tokenizer: Any) -> dict[str, Any]:

@@ -36,6 +36,19 @@ def read_log_probs(words: Any, n: int) -> list[TokenLogProbs]:
     ]
 
 
+def names_of(tokenizer: Any) -> TokenName:
+    """The text of a token; nothing of one that the tokenizer cannot show, as of padding behind its
+    vocabulary: log-probabilities are made in the midst of a step."""
+
+    def name(token: int) -> str:
+        try:
+            return str(tokenizer.detokenize([token]))
+        except Exception:
+            return ""
+
+    return name
+
+
 def tops_by_text(top: dict[int, float], name: TokenName) -> dict[str, float]:
     """The most likely tokens by text, as megatron-core has them; of tokens with the same text, such
     as parts of characters, the likeliest."""

@@ -19,10 +19,11 @@ from megatron_async.engine.requests.log_probs import (
     add_forced,
     add_generated,
     add_of_prompt,
+    names_of,
     of_forced,
     start_log_probs,
 )
-from megatron_async.engine.requests.request_text import RequestText
+from megatron_async.engine.requests.request_text import RequestText, prompt_text
 from megatron_async.errors import EngineStoppedError
 from megatron_async.request.request import (
     DynamicInferenceEventType,
@@ -106,7 +107,7 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._token_name: TokenName | None = None
         if style.top_by_text and tokenizer is not None:
-            self._token_name = lambda token: str(tokenizer.detokenize([token]))
+            self._token_name = names_of(tokenizer)
         self._shows_prompts = style.shows_prompts
         self._track_pauses = track_pauses
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -410,7 +411,7 @@ class OutputProcessor:
         request = entry.request
         text = entry.end(reason, text, now, stop_token, self._eos_token_ids)
         if self._shows_prompts and request.prompt is None:
-            entry.text.show_prompt()
+            request.prompt = prompt_text(request, self._tokenizer)
         del self.keys[request.request_id]
         self.ended.append((entry.future, request))
         self.finished.append(request)

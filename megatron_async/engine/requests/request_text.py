@@ -188,15 +188,6 @@ class RequestText:
             self.go_on_without(error)
         return None
 
-    def show_prompt(self) -> None:
-        """Write the request's ``prompt``, that of its token ids."""
-        if self._detokenize is None:
-            return
-        try:
-            self._request.prompt = self._detokenize(list(self._request.prompt_tokens))
-        except Exception as error:
-            self.go_on_without(error)
-
     def go_on_without(self, error: Exception) -> None:
         """The tokenizer has failed."""
         self._detokenize = self.stream = None
@@ -207,3 +198,13 @@ class RequestText:
             type(error).__name__,
             error,
         )
+
+
+def prompt_text(request: DynamicInferenceRequest, tokenizer: Any) -> str | None:
+    """The text of a prompt of token ids; None where the tokenizer cannot show them."""
+    if tokenizer is None or not request.sampling_params.detokenize:
+        return None
+    try:
+        return str(tokenizer.detokenize(list(request.prompt_tokens)))
+    except Exception:
+        return None

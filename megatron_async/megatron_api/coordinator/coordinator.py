@@ -40,9 +40,6 @@ class Engine(Protocol):
     @property
     def log_probs_mode(self) -> str | None: ...
 
-    @property
-    def tokenizer(self) -> Any: ...
-
     def submit(
         self,
         prompt: str | list[int],
@@ -225,12 +222,7 @@ class Coordinator:
     def _answer(self, live: _Live, request: DynamicInferenceRequest) -> None:
         if live.client not in self._clients:
             return
-        tokenizer = self._engine.tokenizer
-        try:
-            reply = reply_of(request, live.params, live.dialect, live.uid, tokenizer)
-        except Exception as error:  # of the tokenizer: the client must not wait for ever
-            failed = failed_request(live.number, None, error)
-            reply = reply_of(failed, live.params, live.dialect, live.uid, None)
+        reply = reply_of(request, live.params, live.dialect, live.uid)
         self._send(live.client, Headers.ENGINE_REPLY, live.number, reply)
 
     def _send_tokens(self, key: tuple[bytes, int], partial: dict[str, Any]) -> None:

@@ -85,18 +85,17 @@ def failed_request(number: int, prompt: object, error: BaseException) -> Dynamic
 
 
 def reply_of(
-    request: DynamicInferenceRequest, params: object, dialect: Dialect, uid: str, tokenizer: Any
+    request: DynamicInferenceRequest, params: object, dialect: Dialect, uid: str
 ) -> dict[str, Any]:
     """What a client gets for a request that has ended.
 
     Args:
         params: as the client sent them.
         uid: of this request among all that there are.
-        tokenizer: None where prompts are token ids.
     """
     if dialect.is_ours:
         return {**request.serialize(), "uid": uid}
-    values = _as_theirs(request, params, dialect, tokenizer)
+    values = _as_theirs(request, params, dialect)
     if dialect.since >= 17:
         values |= {name: getattr(request, name) for name in _SINCE_0_17}
     if dialect.since < 17:
@@ -107,16 +106,13 @@ def reply_of(
 
 
 def _as_theirs(
-    request: DynamicInferenceRequest, params: object, dialect: Dialect, tokenizer: Any
+    request: DynamicInferenceRequest, params: object, dialect: Dialect
 ) -> dict[str, Any]:
     """The fields that all releases have."""
-    prompt, tokens = request.prompt, list(request.prompt_tokens)
-    if prompt is None and tokenizer is not None and tokens and not request.failed():
-        prompt = tokenizer.detokenize(tokens)
     return {
         "request_id": request.request_id,
-        "prompt": prompt,
-        "prompt_tokens": ["tensor", tokens],
+        "prompt": request.prompt,
+        "prompt_tokens": ["tensor", list(request.prompt_tokens)],
         "sampling_params": params if isinstance(params, Mapping) else None,
         "inference_parameters": None,
         "status": request.status.name,

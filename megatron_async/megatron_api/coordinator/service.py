@@ -90,11 +90,6 @@ class EngineService:
         return mode
 
     @property
-    def tokenizer(self) -> Any:
-        """None where prompts are token ids."""
-        return self._engine.controller.tokenizer
-
-    @property
     def ledger(self) -> dict[str, Any] | None:
         """See the class."""
         if not self._engine.local_metadata_ledger_enabled:

@@ -234,6 +234,40 @@ def test_a_record_has_the_text_of_a_prompt_of_token_ids(model: Any) -> None:
         assert ours.generate([[33, 34]], GREEDY)[0].prompt is None
 
 
+class Padded(Tokenizer):
+    """Raises for padding behind its vocabulary, as megatron's Hugging Face tokenizers do."""
+
+    vocab_size = 60
+
+    def detokenize(self, tokens: list[int]) -> str:
+        if max(tokens, default=0) >= self.vocab_size:
+            raise TypeError("'None' is not an instance of 'str'")
+        return super().detokenize(tokens)
+
+
+@pytest.mark.parametrize("depth", (0, 2))
+def test_likely_tokens_without_a_text_end_nothing(model: Any, depth: int) -> None:
+    """They stand under an empty text, and each request has its tokens."""
+    top = dataclasses.replace(GREEDY, top_n_logprobs=20, return_log_probs=True)
+    prompts = [[1, 2, 3], [44, 45]]
+    engine = build(model, EngineConfig(depth=depth), tokenizer=Padded())
+    other = engine.add_request(99, [7, 8], GREEDY)
+    records = engine.generate(prompts, top)
+    assert other.result(0).succeeded() and not engine.has_unfinished_requests()
+    engine.close()
+    engine = build(model, tokenizer=Tokenizer())
+    expected = engine.generate(prompts, top)
+    engine.close()
+    for found, known in zip(records, expected, strict=True):
+        assert found.succeeded() and found.generated_tokens == known.generated_tokens
+        for kind in ("generated_top_n_logprobs", "prompt_top_n_logprobs"):
+            for tops, all_tops in zip(getattr(found, kind), getattr(known, kind), strict=True):
+                shown = {text: of for text, of in all_tops.items() if ord(text) - 32 < 60}
+                hidden = [of for text, of in all_tops.items() if ord(text) - 32 >= 60]
+                assert tops == shown | ({"": hidden[0]} if hidden else {})
+    assert any("" in tops for each in records for tops in each.generated_top_n_logprobs)
+
+
 def test_a_request_comes_back_from_json(model: Any) -> None:
     engine = build(model)
     params = SamplingParams(

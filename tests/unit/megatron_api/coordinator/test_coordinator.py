@@ -61,11 +61,12 @@ def model() -> Any:
     return stock_model()
 
 
-def build(model: Any, **fields: Any) -> DynamicInferenceEngine:
+def build(model: Any, tokenizer: Any = None, **fields: Any) -> DynamicInferenceEngine:
     sizes: dict[str, Any] = {"block_size_tokens": 16, "max_sequence_length": 96, "max_requests": 3}
     config = InferenceConfig(buffer_size_gb=0.001, **(sizes | fields))
     context = DynamicInferenceContext(model.config, config)
-    controller = TextGenerationController(GPTInferenceWrapper(model, context), Tokenizer())
+    wrapped = GPTInferenceWrapper(model, context)
+    controller = TextGenerationController(wrapped, tokenizer or Tokenizer())
     return DynamicInferenceEngine(controller, context)
 
 
@@ -113,6 +114,43 @@ def test_futures_bring_what_the_engine_generates(model: Any, expected: Any) -> N
             assert reply["status"] == "COMPLETED" and reply["uid"].startswith("chatcmpl-")
             plain.stop()
             assert engine.use_coordinator
+
+    run(scenario)
+
+
+class OfFew(Tokenizer):
+    """Has a text of ids up to 65 alone."""
+
+    def detokenize(self, tokens: list[int]) -> str:
+        if max(tokens, default=0) > 65:
+            raise ValueError("no such token")
+        return super().detokenize(tokens)
+
+
+def test_a_prompt_without_a_text_is_answered(
+    model: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the tokenizer cannot show the prompt's ids, the answer still has all tokens; by our
+    client and by theirs."""
+
+    async def scenario() -> None:
+        engine = build(model, tokenizer=OfFew())
+        address = await engine.start_listening_to_data_parallel_coordinator()
+        ours = InferenceClient(address, deserialize=True)
+        ours.start()
+        client = await their_client(address, monkeypatch)
+        params = TheirParams(num_tokens_to_generate=NEW, temperature=0.0, termination_id=-1)
+        last: Callable[[Any], Any] = (lambda r: r) if installed().since(17) else (lambda r: r[-1])
+        for prompt, text in ((Tokenizer().tokenize("Hello"), None), ([5, 6, 7], "%&'")):
+            asked = [ours.add_request(prompt, GREEDY), client.add_request(prompt, params)]
+            mine, their = await asyncio.gather(*asked)
+            for record in (mine, last(their)):
+                name = "Hello" if text is None else str(prompt)
+                assert record.generated_tokens == expected[name][:NEW]
+                assert record.prompt == text and record.status.name == "COMPLETED"
+        ours.stop()
+        client.stop()
+        engine.close()
 
     run(scenario)
 
