@@ -158,9 +158,8 @@ class Server:
         sampling = {k: v for k, v in sampling_params.items() if k not in ("logprobs", "max_tokens")}
         if sampling.get("max_new_tokens") is None:
             sampling["max_new_tokens"] = sampling_params.get("max_tokens")
-        if sampling["max_new_tokens"] is None:
-            room = self._config.prompt_length + self._config.response_length
-            sampling["max_new_tokens"] = room - len(prompt_ids)
+        most = sampling["max_new_tokens"]
+        sampling["max_new_tokens"] = self._most_tokens(len(prompt_ids), most)
         wants = sampling_params.get("logprobs", False)
         has_log_probs = wants is not None and wants is not False
         found = await self.client.generate(
@@ -174,6 +173,20 @@ class Server:
             log_probs=[log_prob for log_prob, _, _ in pairs] if has_log_probs else None,
             stop_reason="aborted" if is_aborted else "completed",
         )
+
+    def _most_tokens(self, prompt_length: int, asked: int | None) -> int:
+        """How many tokens a prompt gets at most, by verl's rule: what is asked for, or a response
+        that fits behind the prompt; never more than the model takes."""
+        config, most = self._config, asked
+        if most is None:
+            room = config.prompt_length + config.response_length
+            most = min(config.response_length, room - prompt_length)
+        elif not isinstance(most, int) or most < 1:
+            return most  # the server says what is wrong
+        longest = _field(config, "max_model_len", None)
+        if longest is not None:
+            most = min(most, longest - prompt_length)
+        return max(1, most)  # where nothing fits, the server says that the prompt is too long
 
     async def wake_up(self) -> None:
         """Take the memory of an engine back whose weights do not change; in hybrid mode

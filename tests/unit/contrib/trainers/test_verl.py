@@ -154,6 +154,32 @@ def test_agent_loops_get_tokens_and_log_probs(server: verl.Server) -> None:
         asyncio.run(server.generate(PROMPT, SAMPLING, "turn", image_data=[1]))
 
 
+@pytest.mark.parametrize(
+    ("config", "asked", "most"),
+    [
+        ({}, {}, 8),
+        ({"prompt_length": 30, "response_length": 6}, {}, 6),
+        ({"prompt_length": 1, "response_length": 6}, {}, 4),
+        ({"max_model_len": 12}, {"max_tokens": 50}, 9),
+        ({"max_model_len": 8, "prompt_length": 30}, {}, 5),
+        ({"max_model_len": 64}, {"max_new_tokens": 3}, 3),
+    ],
+)
+def test_a_response_is_as_long_as_verl_has_it(
+    client: Client, modules: dict[str, Any], config: Any, asked: Any, most: int
+) -> None:
+    """A whole response at most, behind a short prompt too, and what the model takes."""
+    model = SimpleNamespace(local_path="model")
+    server = verl.Server(config_of(**config), model, url=client.url)
+    assert len(generated(server, ignore_eos=True, **asked).token_ids) == most
+    for wrong, said in ((0, "max_new_tokens"), ("7", "must be an integer")):
+        with pytest.raises(RequestError, match=said):
+            generated(server, max_tokens=wrong)
+    too_long = server.generate(list(range(5, 70)), SAMPLING, "long")
+    with pytest.raises(RequestError, match="64"):
+        asyncio.run(too_long)
+
+
 def test_a_worker_brings_new_weights(server: verl.Server, adapter: Any) -> None:
     """The order is that of verl's ``update_weights`` in a hybrid worker."""
     new = ((name, p.detach()) for name, p in llama(2).named_parameters())
