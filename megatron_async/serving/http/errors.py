@@ -148,11 +148,34 @@ def _path(location: Sequence[int | str]) -> str | None:
             path += f"[{part}]"
         elif not path:
             path = part
-        elif part in ("str", "int", "float", "bool") or not re.fullmatch("[a-z_0-9]+", part):
+        elif _is_alternative(part):
             break
         else:
             path += f".{part}"
     return path or None
+
+
+def _is_alternative(part: int | str) -> bool:
+    """A part of a location is an alternative of a union, and no field or place."""
+    if isinstance(part, int):
+        return False
+    return part in ("str", "int", "float", "bool") or not re.fullmatch("[a-z_0-9]+", part)
+
+
+def _inside(
+    errors: Sequence[Mapping[str, Any]],
+) -> dict[tuple[int | str, ...], list[Mapping[str, Any]]]:
+    """Errors of fields of an object that a union may be, by the alternative that has them, each
+    without the alternatives in its location."""
+    found: dict[tuple[int | str, ...], list[Mapping[str, Any]]] = {}
+    for error in errors:
+        location = error["loc"]
+        parts = tuple(each for each in location[2:] if not _is_alternative(each))
+        at = next((n for n, each in enumerate(location) if n > 1 and _is_alternative(each)), None)
+        if at is not None and any(isinstance(each, str) for each in parts[at - 2 :]):
+            each = {**error, "loc": (*location[:2], *parts)}
+            found.setdefault(location[: at + 1], []).append(each)
+    return found
 
 
 def validation_error(error: RequestValidationError) -> ApiError:
@@ -167,7 +190,12 @@ def validation_error(error: RequestValidationError) -> ApiError:
         said = "the body must be a JSON object, sent with Content-Type: application/json"
         return ApiError(400, said)
     # A union has an error for each of its types.
-    of_param = [each for each in error.errors() if _path(each["loc"][1:]) == param]
+    of_param: list[Any] = [each for each in error.errors() if _path(each["loc"][1:]) == param]
+    inside = _inside(of_param)
+    if len(inside) == 1:  # the one that the value has the shape of
+        (in_one,) = inside.values()
+        param = _path(in_one[0]["loc"][1:])
+        of_param = [each for each in in_one if _path(each["loc"][1:]) == param]
     return ApiError(400, f"{param}: {_said(of_param)}", param=param)
 
 

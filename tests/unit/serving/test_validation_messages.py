@@ -29,6 +29,14 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
      "response_format.type: it must be 'text', 'json_object' or 'json_schema'"),
     ("/v1/responses", {"input": 3}, "input: it must be a text or a list"),
     ("/detokenize", {"tokens": "a"}, "tokens: it must be a list"),
+    ("/generate", {"text": "a", "sampling_params": {"min_p": "x"}},
+     "sampling_params.min_p: it must be a number"),
+    ("/generate", {"text": "a", "sampling_params": {"stop": 5, "top_k": {}}},
+     "sampling_params.top_k: it must be an integer"),
+    ("/generate", {"text": ["a", "b"], "sampling_params": [{}, {"ignore_eos": "no"}]},
+     "sampling_params[1].ignore_eos: it must be true or false"),
+    ("/generate", {"text": "a", "sampling_params": "x"},
+     "sampling_params: it must be an object or a list"),
 ]  # fmt: skip
 
 
