@@ -69,7 +69,7 @@ def decoded(model: Any, rig: DecodeRig, most: int = MAX_ROWS) -> Tensor:
     if padded(rig.rows) > most:
         begin, *layers, end = fused._places
         chosen: list[Any] = [begin.fused, *(place.module for place in layers), end.fused]
-        fused._chosen[padded(rig.rows), decode_rig.BLOCK_SIZE, 0] = chosen
+        fused._chosen[padded(rig.rows), decode_rig.BLOCK_SIZE, 0, rig.grids_may_wait] = chosen
     return rig.decode(fused.forward)
 
 
