@@ -385,8 +385,8 @@ FAULTS = {
     ),
     "all but the last sums": Fault(
         "    if (before == SPLIT_K - 1) arrivals[tile] = 0;  // for the next launch\n  }\n"
-        "  __syncthreads();\n  if (before != SPLIT_K - 1) return;\n  // All",
-        "  }\n  __syncthreads();\n  if (before != SPLIT_K - 1) return;\n  // All",
+        "  __syncthreads();\n#if SUMS",
+        "  }\n  __syncthreads();\n#if SUMS",
         _ADD,
         _WORKSPACE,
     ),
