@@ -206,5 +206,11 @@ def prompt_text(request: DynamicInferenceRequest, tokenizer: Any) -> str | None:
         return None
     try:
         return str(tokenizer.detokenize(list(request.prompt_tokens)))
-    except Exception:
+    except Exception as error:
+        logger.warning(
+            "request %d has no text of its prompt, since its tokenizer failed (%s: %s)",
+            request.request_id,
+            type(error).__name__,
+            error,
+        )
         return None

@@ -91,7 +91,9 @@ class RankSums:
         size = max(FEW_ROWS, rows) * self._hidden_size
         if words is None or self._hidden_size % 16 or size > words.capacity:
             return None
-        return Sending(words.memory, words.rank, words.launches, words.capacity, True, True)
+        return Sending(
+            words.memory, words.rank, words.launches, words.capacity, sums=True, bare=True
+        )
 
     def run_at_once(self, gemm: SkinnyGemm) -> bool:
         """Whether the GPUs of all ranks have room for all CTAs of this GEMM at once. How many

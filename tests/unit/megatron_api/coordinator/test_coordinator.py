@@ -128,10 +128,13 @@ class OfFew(Tokenizer):
 
 
 def test_a_prompt_without_a_text_is_answered(
-    model: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
+    model: Any,
+    expected: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Where the tokenizer cannot show the prompt's ids, the answer still has all tokens; by our
-    client and by theirs."""
+    client and by theirs. The log says so."""
 
     async def scenario() -> None:
         engine = build(model, tokenizer=OfFew())
@@ -153,6 +156,7 @@ def test_a_prompt_without_a_text_is_answered(
         engine.close()
 
     run(scenario)
+    assert len([m for m in caplog.messages if "has no text of its prompt" in m]) == 2
 
 
 async def their_client(address: str, monkeypatch: pytest.MonkeyPatch) -> Any:
