@@ -95,7 +95,7 @@ _QUANTIZATION = (
 )
 _QUANTIZE_ACTIVATIONS = (
     "with --quantization fp8: linear layers and experts multiply e4m3 by e4m3, but in fused decode "
-    "steps of up to 16 rows (default: activations stay as --dtype)"
+    "steps of up to 8 rows (default: activations stay as --dtype)"
 )
 _KV_CACHE_DTYPE = (
     "fp8 keeps keys and values as e4m3, so that twice the tokens fit (default: as --dtype)"

@@ -39,8 +39,11 @@ FALLBACK_ROWS = {
 
 RANKED_WEIGHTS = 6_000_000
 """Elements of a weight from which on the estimate of ``untuned/ranking.py`` is used: smaller ones
-were not timed, and neither were ones in e4m3. With inputs in e4m3 it is used for all: the kernel is
-that of bfloat16, over as many bytes."""
+were not timed. With inputs in e4m3 it is used for all: the kernel is that of bfloat16, over as many
+bytes. Of other weights in e4m3 it ranks the wgmma kernel alone, see :data:`WIDENING_ROWS`."""
+WIDENING_ROWS = 32
+"""Rows from which on weights in e4m3 with a scale for each row, of that size, go to the wgmma
+kernel."""
 
 
 def find(
@@ -66,8 +69,10 @@ def find(
         if entry.config.can_serve(problem, limit):
             return entry
     many = is_of_many_rows(rows, scale_columns)
-    if e4m3_inputs or many or (not scale_columns and n * k >= RANKED_WEIGHTS):
-        found = ranked(problem, tma=tma, sm_count=sm_count, limit=limit)
+    widens = scale_columns == k and rows >= WIDENING_ROWS and not e4m3_inputs
+    if e4m3_inputs or many or (n * k >= RANKED_WEIGHTS and (widens or not scale_columns)):
+        ranking = ranked(problem, tma=tma, sm_count=sm_count, limit=limit)
+        found = [config for config in ranking if config.tma or not widens]
         if found or e4m3_inputs or many:
             return Entry(problem, found[0], HEURISTIC) if found else None
     config = heuristic_config(

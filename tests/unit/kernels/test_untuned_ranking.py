@@ -161,3 +161,31 @@ def test_the_script_that_compares_choices_knows_all_of_a_layer(rows: int) -> Non
         assert all(case.config.can_serve(problem) for case in cases)
         why = script.compile_case(cases[0], 132, SHARED_BYTES, "sm_nowhere")
         assert why is not None and ":" in why, "there is no such GPU"
+
+
+WIDENED = [
+    (32, 28672, 4096, RMS_NORM, SILU_GATE, [(wgmma(8, 1, 4), 0.9), (wgmma(14, 1, 5), 7.0),
+     (wgmma(8, 1, 5), 11.8), (wgmma(4, 1, 4), 16.0)]),
+    (32, 4096, 14336, NO_NORM, ADD, [(wgmma(4, 8, 2, workspace=True), 5.0),
+     (wgmma(4, 2, 9), 9.2), (wgmma(4, 3, 2), 15.1), (wgmma(16, 8, 3, workspace=True), 29.0)]),
+    (64, 28672, 4096, RMS_NORM, SILU_GATE, [(wgmma(8, 1, 3), 2.4), (wgmma(14, 1, 4), 18.9),
+     (wgmma(14, 2, 3, workspace=True), 45.5)]),
+    (64, 6144, 4096, RMS_NORM, STORE, [(wgmma(3, 2, 3), 0.5), (wgmma(7, 2, 6), 5.9),
+     (wgmma(15, 4, 3), 11.6), (wgmma(11, 8, 4, workspace=True), 34.0)]),
+]  # fmt: skip
+"""Llama-8B's GEMMs with weights in e4m3: configs, and microseconds in a step of an H200 more than
+with the best one."""
+
+
+@pytest.mark.parametrize("rows, n, k, norm, epilogue, measured", WIDENED)
+def test_what_widening_takes_ranks_a_config_first_that_is_near_the_best(
+    rows: int, n: int, k: int, norm: int, epilogue: int, measured: list[tuple[TileConfig, float]]
+) -> None:
+    problem = GemmProblem(rows, n, k, norm, epilogue, k)
+    times = [estimated_us(problem, config, SMS) for config, _ in measured]
+    assert times.index(min(times)) == 0 and measured[0][1] <= 5
+    as_read = [
+        estimated_us(problem._replace(e4m3_inputs=True, norm=NO_NORM), config, SMS)
+        for config, _ in measured
+    ]
+    assert all(time > read for time, read in zip(times, as_read, strict=True))

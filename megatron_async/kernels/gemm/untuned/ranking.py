@@ -82,6 +82,10 @@ CLUSTER, CLUSTER_SUMS = 0.065, 133e3
 """Split K in a cluster: microseconds for each CTA, bytes a microsecond of the sums."""
 WORKSPACE, WORKSPACE_SUMS = 1.53, 29e3
 """Split K by a workspace: microseconds in all, bytes a microsecond of the sums."""
+WIDENED, WIDENED_GROUPS = 0.3, 0.02
+"""Microseconds of a stage in which the wgmma kernel widens e4m3, for each 64 rows of the weight and
+CTA of an SM, and for those and each eight rows of x; fitted to 519 times of Llama-8B's GEMMs at 32
+and 64 rows (``tune --exhaustive``)."""
 WARPS_K, STORED = 0.064, 33e3
 """Microseconds for each doubling of the warps in K, bytes a microsecond of what CTAs put out."""
 AHEAD, AHEAD_BYTES = 0.97, 2.34e6
@@ -131,7 +135,8 @@ def load_of(
     if alone_ctas(sm_count) <= tiles <= sm_count:
         shared = max(shared, ALONE_BYTES)
     most = min(limit // (shared + 1024), 2048 // threads)
-    fitting = max(1, min(most, _REGISTERS // (threads * registers(config, rows))))
+    of_thread = registers(config, rows, widens=bool(scale_columns) and not e4m3_inputs)
+    fitting = max(1, min(most, _REGISTERS // (threads * of_thread)))
     sms = cluster_sms(sm_count, 1 if config.workspace else config.split_k)
     if config.persistent:
         fitting = min(fitting, 2)
@@ -157,11 +162,11 @@ def load_of(
     )
 
 
-def registers(config: TileConfig, rows: int) -> int:
-    """About how many a thread takes, for padded ``rows``."""
+def registers(config: TileConfig, rows: int, *, widens: bool = False) -> int:
+    """About how many a thread takes, for padded ``rows``; ``widens``: of weights in e4m3."""
     groups = row_groups(rows)
     if config.tma:
-        return 60 + 4 * groups * -(-config.row_tiles // 4)
+        return 60 + 40 * widens + 4 * groups * -(-config.row_tiles // 4)
     return min(255, 40 + 8 * groups + 4 * config.row_tiles * (4 + groups))
 
 
@@ -217,6 +222,8 @@ def _loop_us(problem: GemmProblem, config: TileConfig, load: Load, loop: Loop) -
     stage = loop.stage + loop.groups * groups + loop.tiles * tiles
     if not config.tma:
         stage += MMA_WARPS * tiles * _warps(config) * load.resident
+    elif problem.scale_columns and not problem.e4m3_inputs:
+        stage += WIDENED * tiles / groups * load.resident + WIDENED_GROUPS * tiles
     stages = problem.k / stage_columns(problem.scale_columns) / config.split_k / config.warps_k
     return stages * stage
 
