@@ -45,7 +45,7 @@ from megatron_async.kernels.gemm import scaled_e4m3
 from megatron_async.kernels.gemm.e4m3_inputs import quantize_rows
 from megatron_async.kernels.gemm.invariant import products_triton as gemm
 from megatron_async.kernels.gemm.skinny_gemm import SkinnyGemm, scaled_product, statistics_of
-from megatron_async.kernels.gemm.tile_choice import balanced, find
+from megatron_async.kernels.gemm.tile_choice import find
 from megatron_async.kernels.gemm.tile_config import (
     ADD,
     NO_NORM,
@@ -56,6 +56,7 @@ from megatron_async.kernels.gemm.tile_config import (
     TileConfig,
 )
 from megatron_async.kernels.gemm.untuned.ranking import short_ranking
+from megatron_async.kernels.gemm.untuned.search import balanced
 from megatron_async.kernels.norm.norm_inputs import norm_rows
 from megatron_async.kernels.shared_memory import block_limit
 from megatron_async.models.description.kv_cache_spec import KVCacheSpec

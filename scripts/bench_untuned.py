@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from megatron_async.device.cuda_timeline import mean_us
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.gemm.skinny_gemm import defines
-from megatron_async.kernels.gemm.tile_choice import balanced, find, heuristic_config
+from megatron_async.kernels.gemm.tile_choice import find, heuristic_config
 from megatron_async.kernels.gemm.tile_config import (
     ADD,
     ANY_SHAPE_ROWS,
@@ -50,6 +50,7 @@ from megatron_async.kernels.gemm.tile_config import (
     measured,
 )
 from megatron_async.kernels.gemm.untuned.ranking import short_ranking
+from megatron_async.kernels.gemm.untuned.search import balanced
 from megatron_async.kernels.gemm.untuned.timing import (
     TimedGemm,
     bytes_needed,

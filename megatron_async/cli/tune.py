@@ -67,7 +67,10 @@ def add_command(commands: Any) -> None:
         to.add_argument(name, type=kind, default=default, metavar=metavar, help=text + note)
 
     main = parser.add_argument_group("measurement")
-    sizes = f"of decode steps, at most {ANY_SHAPE_ROWS}; each is for those above half of it too"
+    sizes = (
+        f"of decode steps, at most {ANY_SHAPE_ROWS}, with fp8 {FEW_ROWS}; each is for those above "
+        "half of it too"
+    )
     option(main, "--batch-sizes", several(integer(1, MAX_ROWS)), list(_BATCH_SIZES), "B,...", sizes)
     option(main, "--context", integer(1, 32768), 384, "N", "tokens in the cache of each row")
     counts = "configs of each GEMM that are tried, and half as many of the other kernel"

@@ -19,8 +19,8 @@ from tqdm import tqdm
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import decode_attention
 from megatron_async.kernels.gemm import skinny_gemm
-from megatron_async.kernels.gemm.tile_choice import deepest, neighbours, short_list, spread
 from megatron_async.kernels.gemm.tile_config import TileConfig, padded
+from megatron_async.kernels.gemm.untuned.search import deepest, neighbours, short_list, spread
 from megatron_async.models.fused.timed_step import Configs, Rig
 
 WORTH = 0.998

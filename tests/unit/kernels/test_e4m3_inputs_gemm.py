@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.gemm import skinny_gemm
 from megatron_async.kernels.gemm.skinny_gemm import Sending, SkinnyGemm
-from megatron_async.kernels.gemm.tile_choice import choose, deepest, find, short_list, spread
+from megatron_async.kernels.gemm.tile_choice import choose, find
 from megatron_async.kernels.gemm.tile_config import (
     ADD,
     E4M3_STAGE_K,
@@ -30,6 +30,7 @@ from megatron_async.kernels.gemm.tile_config import (
     TileConfig,
     padded,
 )
+from megatron_async.kernels.gemm.untuned.search import deepest, short_list, spread
 from megatron_async.models.quantized.inputs import quantize_inputs
 from tests.support import emulator
 from tests.support.cuda_kernels import device, emulated, on_both, relative_error

@@ -16,7 +16,6 @@ from megatron_async.kernels.gemm.tile_choice import (
     choose,
     find,
     heuristic_config,
-    known_configs,
 )
 from megatron_async.kernels.gemm.tile_config import (
     ADD,
@@ -39,6 +38,7 @@ from megatron_async.kernels.gemm.tile_config import (
     padded,
 )
 from megatron_async.kernels.gemm.untuned.ranking import ranked
+from megatron_async.kernels.gemm.untuned.search import known_configs
 from tests.support import emulator
 from tests.support.cuda_kernels import emulated
 from tests.support.known_gemms import GEMMS

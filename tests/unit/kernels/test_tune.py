@@ -18,8 +18,7 @@ from megatron_async.checkpoint import describe_pretrained, load_pretrained
 from megatron_async.cli.main import main
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.kernels import compile as cuda
-from megatron_async.kernels.gemm import tile_choice
-from megatron_async.kernels.gemm.tile_choice import MIN_STAGES, known_configs, neighbours
+from megatron_async.kernels.gemm.tile_choice import MIN_STAGES
 from megatron_async.kernels.gemm.tile_config import (
     LAYER_NORM,
     NO_NORM,
@@ -35,7 +34,9 @@ from megatron_async.kernels.gemm.tile_config import (
     load_tuned,
     save_tuned,
 )
+from megatron_async.kernels.gemm.untuned import search
 from megatron_async.kernels.gemm.untuned.ranking import ranked
+from megatron_async.kernels.gemm.untuned.search import known_configs, neighbours
 from megatron_async.models.build import build_random_model
 from megatron_async.models.description.shapes import SHAPES
 from megatron_async.models.fused import coverage, timed_step, where
@@ -141,10 +142,10 @@ def test_the_exhaustive_search_leaves_constants_as_they_were(compiled: list[int]
 
 
 def test_the_spread_has_configs_of_both_kernels_that_can_be_built() -> None:
-    found = tile_choice.spread(PROBLEM, 20, **HOPPER)
+    found = search.spread(PROBLEM, 20, **HOPPER)
     assert {config.tma for config in found} == {False, True} and len(set(found)) == 40
     assert all(config.can_serve(PROBLEM) for config in found)
-    found = tile_choice.spread(PROBLEM, 20, tma=False, sm_count=SMS)
+    found = search.spread(PROBLEM, 20, tma=False, sm_count=SMS)
     assert found and not any(config.tma for config in found)
 
 
@@ -152,7 +153,7 @@ def test_the_spread_has_configs_of_both_kernels_that_can_be_built() -> None:
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (5120, 3072), (1024, 2048), (50257, 768)])
 def test_balanced_configs_run_at_once_and_can_be_built(n: int, k: int, rows: int) -> None:
     problem = GemmProblem(rows, n, k, RMS_NORM, STORE)
-    found = tile_choice.balanced(problem, 24, **HOPPER)
+    found = search.balanced(problem, 24, **HOPPER)
     assert found and len(set(found)) == len(found) <= 36
     for config in found:
         assert config.can_serve(problem)
@@ -170,17 +171,17 @@ def test_balanced_configs_run_at_once_and_can_be_built(n: int, k: int, rows: int
 
 def test_the_short_list_begins_with_what_is_known() -> None:
     problem = PRODUCT.case(8)
-    found = tile_choice.short_list(problem, 24, **HOPPER)
+    found = search.short_list(problem, 24, **HOPPER)
     known = known_configs(6144, 4096)
     assert found[: len(known)] == known and len(known) >= 3
-    assert found[len(known) :] == tile_choice.balanced(problem, 24, **HOPPER)
+    assert found[len(known) :] == search.balanced(problem, 24, **HOPPER)
     wide = PRODUCT.case(64)
-    found = [*ranked(wide, **HOPPER)[:48], *tile_choice.deepest(wide, **HOPPER)]
-    assert tile_choice.short_list(wide, 24, **HOPPER) == found
+    found = [*ranked(wide, **HOPPER)[:48], *search.deepest(wide, **HOPPER)]
+    assert search.short_list(wide, 24, **HOPPER) == found
     wide = wide._replace(norm=NO_NORM, scale_columns=4096, e4m3_inputs=True)
-    assert tile_choice.short_list(wide, 24, **HOPPER) == tile_choice.deepest(wide, **HOPPER)
+    assert search.short_list(wide, 24, **HOPPER) == search.deepest(wide, **HOPPER)
     many = PRODUCT.case(128)
-    assert tile_choice.short_list(many, 24, **HOPPER) == list(ranked(many, **HOPPER))[:48]
+    assert search.short_list(many, 24, **HOPPER) == list(ranked(many, **HOPPER))[:48]
 
 
 def test_many_rows_begin_with_tma_configs_that_can_be_built(compiled: list[int]) -> None:
@@ -189,7 +190,7 @@ def test_many_rows_begin_with_tma_configs_that_can_be_built(compiled: list[int])
         chosen = unknown.tiling(rows)
         assert chosen == ranked(unknown.case(rows), **HOPPER)[0] and chosen.multicast
         problem = unknown.case(rows)
-        found = tile_choice.deepest(problem, **HOPPER)
+        found = search.deepest(problem, **HOPPER)
         assert len(set(found)) == len(found) > 10
         assert all(config.tma and config.can_serve(problem) for config in found)
         for config in found:
@@ -201,7 +202,7 @@ def test_many_rows_begin_with_tma_configs_that_can_be_built(compiled: list[int])
         for product in (unknown, PRODUCT):
             assert tuner.Search(OneProduct(product, rows)).best == {"qkv": product.tiling(rows)}
     with pytest.raises(ValueError, match="6400 x 4096"):
-        tile_choice.deepest(unknown.case(64)._replace(norm=LAYER_NORM), **HOPPER)
+        search.deepest(unknown.case(64)._replace(norm=LAYER_NORM), **HOPPER)
 
 
 def test_stops_in_time(compiled: list[int]) -> None:
@@ -563,9 +564,7 @@ def test_engines_use_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for key, each in product.items():
         shape: Any = {"tma": each.tma, "sm_count": each.sm_count}
         choices = [
-            config
-            for config in tile_choice.balanced(each.case(4), 8, **shape)
-            if config != known[key]
+            config for config in search.balanced(each.case(4), 8, **shape) if config != known[key]
         ]
         others[each.case(4)] = Entry(each.case(4), choices[0], TUNED)
     save_tuned(name, others.values())
