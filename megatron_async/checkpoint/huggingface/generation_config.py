@@ -78,9 +78,8 @@ def _sampling(fields: Fields) -> dict[str, Any]:
     found: dict[str, Any] = {"temperature": 0.0}
     if fields.read("do_sample", bool, False) and fields.get("temperature") != 0:
         kinds = {"temperature": float, "top_k": int, "top_p": float, "min_p": float}
-        # A 0 is off, which is no number above 0 to Fields.
-        given = {name: kind for name, kind in kinds.items() if fields.get(name) not in (None, 0)}
-        found = {name: fields.read(name, kind) for name, kind in given.items()}
+        given = {name: fields.unless_zero(name, kind) for name, kind in kinds.items()}
+        found = {name: value for name, value in given.items() if value is not None}
         found.setdefault("temperature", 1.0)
         if fields.get("top_k") is None:
             found["top_k"] = TOP_K

@@ -148,8 +148,8 @@ def _yarn_attention_factor(inner: Fields, factor: float) -> float:
     def of(mscale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
-    mscale = inner.optional("mscale", float)
-    all_dim = inner.optional("mscale_all_dim", float)
+    mscale = inner.unless_zero("mscale", float)
+    all_dim = inner.unless_zero("mscale_all_dim", float)
     return of(mscale) / of(all_dim) if mscale and all_dim else of(1.0)
 
 

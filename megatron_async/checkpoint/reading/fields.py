@@ -86,6 +86,16 @@ class Fields:
             raise CheckpointError(f"{self._at}{at}={value!r} must be {wanted}")
         return value
 
+    def unless_zero(self, name: str, kind: type) -> Any:
+        """A field that may be null or 0, which is off: None for both.
+
+        Raises:
+            CheckpointError: as :meth:`optional`.
+        """
+        value = self.get(name)
+        is_off = value == 0 and not isinstance(value, bool)
+        return None if is_off else self.optional(name, kind)
+
     def read(self, name: str, kind: type, default: Any = None) -> Any:
         """A field of which a null counts as absent.
 

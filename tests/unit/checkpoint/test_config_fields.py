@@ -59,6 +59,17 @@ WRONG_ONCE = {
     "a null for the whole rope is the class's own": case_of(
         "gpt_oss", "rope_parameters", rope_parameters=None
     ),
+    "shares of 0 are off": case_of(
+        "llama", "rope_parameters", rope_parameters={**YARN, "mscale": 0.7, "mscale_all_dim": 0}
+    ),
+    "as with latents": case_of(
+        "deepseek_v2", "rope_parameters",
+        rope_parameters={**YARN, "mscale": 0.0, "mscale_all_dim": 0.7},
+    ),
+    "a growth of 0 is none": case_of(
+        "ministral3", "rope_parameters",
+        rope_parameters={**YARN, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0},
+    ),
     "as with Ministral 3": case_of("ministral3", "rope_parameters", rope_parameters=None),
     "another length beside a rope is that of some kinds": case_of(
         "ministral3", "rope_parameters", original_max_position_embeddings=20,

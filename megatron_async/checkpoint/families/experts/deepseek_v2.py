@@ -34,7 +34,7 @@ def _mscale(fields: Fields) -> float:
     """Return the scale of queries and keys each, beside the factor of their rotations."""
     rope = given_rope(fields)
     is_plain = rope_kind(rope) == "default"
-    share, factor = rope.optional("mscale_all_dim", float), rope.read("factor", float, 1.0)
+    share, factor = rope.unless_zero("mscale_all_dim", float), rope.read("factor", float, 1.0)
     return 1.0 if is_plain or not share or factor <= 1 else 0.1 * share * math.log(factor) + 1.0
 
 

@@ -30,13 +30,14 @@ def config(fields: Fields) -> dict[str, Any]:
         tokens = beside if beside is not None else tokens if tokens is not None else longest
     if tokens is None:
         tokens = rope.read("original_max_position_embeddings", int)
+    is_on = rope.get("llama_4_scaling_beta") != 0
     return {
         "qkv_bias": False,
         "attention_output_bias": False,
         "mlp_bias": False,
         "sliding_window": fields.optional("sliding_window", int),
-        "query_scaling_beta": rope.read("llama_4_scaling_beta", float),
-        "query_scaling_tokens": tokens,
+        "query_scaling_beta": rope.read("llama_4_scaling_beta", float) if is_on else None,
+        "query_scaling_tokens": tokens if is_on else None,
     }
 
 
