@@ -196,6 +196,20 @@ class Inference:
         flat = logits.transpose(0, 1).float().flatten(0, 1)
         return F.cross_entropy(flat, labels.flatten(), reduction="none").view(labels.shape)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy with weights of its own, among the same ranks: process groups, which cannot be
+        copied, are shared. An engine over this model does not serve the copy."""
+        memo.update({id(each): each for each in _of_this_process()})
+        own: Any = self
+        made: Any = object.__new__(type(self))
+        memo[id(self)] = made
+        with torch.inference_mode(False):
+            made.__setstate__({name: deepcopy(value, memo) for name, value in vars(self).items()})
+        for one, other in zip(made.parameters(), own.parameters(), strict=True):
+            for name, value in vars(other).items():  # what megatron says of it; torch drops it
+                vars(one).setdefault(name, deepcopy(value, memo))
+        return made
+
 
 class GPTModel(Inference, MODEL_BASE):  # type: ignore[misc]
     """A model that we build: a transformer block of any layers, MTP layers, one vocabulary.
@@ -269,19 +283,6 @@ class GPTModel(Inference, MODEL_BASE):  # type: ignore[misc]
         # give it to the last one, moves them to a GPU.
         if config.pipeline_model_parallel_size == 1:
             self.setup_embeddings_and_output_layer()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> GPTModel:
-        """A copy with weights of its own, among the same ranks: process groups, which cannot be
-        copied, are shared. An engine over this model does not serve the copy."""
-        memo.update({id(each): each for each in _of_this_process()})
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
-        with torch.inference_mode(False):
-            made.__setstate__({name: deepcopy(value, memo) for name, value in vars(self).items()})
-        for own, theirs in zip(made.parameters(), self.parameters(), strict=True):
-            for name, value in vars(theirs).items():  # what megatron says of it; torch drops it
-                vars(own).setdefault(name, deepcopy(value, memo))
-        return made
 
 
 def _of_this_process() -> list[Any]:

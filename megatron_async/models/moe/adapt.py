@@ -96,6 +96,14 @@ class AdaptedMoELayer(MegatronMoELayer):  # type: ignore[misc]
         self.stack()
         return result
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy is made of: without the stacked weights, since it has its own."""
+        return {name: value for name, value in vars(self).items() if name != "weights"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.stack()
+
     def _check_place(self) -> None:
         """Raise :class:`ConfigError` where the first or the last expert has its weights elsewhere:
         looking at all of them in each forward would take long."""

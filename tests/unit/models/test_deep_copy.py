@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
+from megatron_async import megatron_compat as compat
 from megatron_async.checkpoint import load_pretrained
 from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.models.adapt import adapt_model
 from megatron_async.models.build import build_model
 from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.models.quantized import feeds
@@ -26,6 +28,11 @@ from tests.support.audited import DENSE, EXPERTS, MODELS, audited_engine, model_
 from tests.support.child_environment import child_environment
 from tests.support.engines import config_at
 from tests.support.programs import run_program
+from tests.support.stock_hybrid import EXPERTS as HYBRID_EXPERTS
+from tests.support.stock_hybrid import stock_hybrid
+from tests.support.stock_model import stock_model
+from tests.unit.models import test_moe
+from tests.unit.models.test_adapted_hybrid import no_generator  # noqa: F401
 
 KINDS = {
     **MODELS,
@@ -128,6 +135,30 @@ def test_an_engine_of_its_own_serves_a_copy(name: str) -> None:
             assert tokens(other) == changed
 
 
+GIVEN = {
+    "dense": lambda: stock_model(hidden_dropout=0.0, attention_dropout=0.0),
+    "experts": lambda: test_moe.stock_model(test_moe.CONFIG),
+    "hybrid": lambda: stock_hybrid("ME*-M", **HYBRID_EXPERTS),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_model_of_a_users_that_was_adapted_has_copies(
+    name: str,
+    no_generator: None,  # noqa: F811
+) -> None:
+    compat.ensure_parallel_state()
+    model = adapt_model(GIVEN[name]().eval())
+    before, other = logits(model), copy.deepcopy(model)
+    assert type(other) is type(model) and logits(other).equal(before)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    assert logits(other).equal(before) and not logits(model).equal(before)
+    other.load_state_dict(model.state_dict())
+    assert logits(other).equal(logits(model)), "experts are not computed from their parameters"
+
+
 @pytest.mark.parametrize("quantize_activations", (False, True))
 @pytest.mark.parametrize("name", ("tiny", "tiny-moe"))
 def test_a_copy_keeps_e4m3(name: str, quantize_activations: bool) -> None:
@@ -154,6 +185,7 @@ import copy, sys, torch, torch.distributed as dist
 dist.init_process_group(
     "gloo", store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1
 )  # the user's own
+from megatron_async import megatron_compat as compat
 from megatron_async.checkpoint import load_pretrained
 
 model = load_pretrained("tiny").model
