@@ -99,7 +99,8 @@ SECTIONS: tuple[tuple[str, str, Table], ...] = (
     ("Attributes of DynamicInferenceEngine", "", tables.ENGINE_ATTRIBUTES),
     (
         "SamplingParams",
-        "Requests may bring megatron-core's objects or [ours](sampling.md).",
+        "Requests may bring megatron-core's objects or [ours](sampling.md). Fields that a class "
+        "derived from megatron-core's adds are left unread.",
         tables.SAMPLING_PARAMS,
     ),
     (

@@ -15,7 +15,8 @@ _FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
 
 
 def own_params(params: Any, log_probs_mode: str | None = None) -> Any:
-    """Ours for megatron-core's; anything else, ours too, as it is.
+    """Ours for megatron-core's, or for one of a class derived from it, whose own fields are left
+    unread as they are there; anything else, ours too, as it is.
 
     Args:
         log_probs_mode: of requests that do not say; None leaves ours alone.
@@ -23,11 +24,12 @@ def own_params(params: Any, log_probs_mode: str | None = None) -> Any:
     Raises:
         RequestError: an attribute is unknown or cannot be served.
     """
-    module = type(params).__module__
     if params is None and log_probs_mode is not None:
         params = SamplingParams()
-    elif type(params).__name__ == "SamplingParams" and module.startswith("megatron.core."):
-        values = dict(vars(params))
+    elif (derived := _derived(type(params))) is not None:
+        own = {name for each in derived for name in vars(each).get("__annotations__", ())}
+        own -= SAMPLING_PARAMS.keys()
+        values = {name: value for name, value in vars(params).items() if name not in own}
         try:
             check_keywords("SamplingParams", SAMPLING_PARAMS, values)
         except ValueError as error:
@@ -39,6 +41,14 @@ def own_params(params: Any, log_probs_mode: str | None = None) -> Any:
     if params.log_probs_mode != SamplingParams.log_probs_mode:
         return params
     return dataclasses.replace(params, log_probs_mode=log_probs_mode)
+
+
+def _derived(kind: type) -> list[type] | None:
+    """Classes between ``kind`` and megatron-core's ``SamplingParams``; None if that is no base."""
+    for place, base in enumerate(kind.__mro__):
+        if base.__name__ == "SamplingParams" and base.__module__.startswith("megatron.core."):
+            return list(kind.__mro__[:place])
+    return None
 
 
 def own_params_of_all(params: Any, log_probs_mode: str | None = None) -> Any:

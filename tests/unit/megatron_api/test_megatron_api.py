@@ -313,6 +313,30 @@ def test_their_sampling_params_are_taken(model: Any) -> None:
     engine.close()
 
 
+@dataclasses.dataclass
+class _Derived(TheirParams):
+    group: str = "a"
+
+
+class _Further(_Derived):
+    pass
+
+
+def test_parameters_may_be_of_a_class_derived_from_megatrons(model: Any) -> None:
+    """Its own fields are left unread, and others are refused by name, as of megatron's own."""
+    engine = build(model)
+    plain, *derived = (
+        kind(temperature=0.7, top_k=3, num_tokens_to_generate=4, **own)
+        for kind, own in ((TheirParams, {}), (_Derived, {"group": "b"}), (_Further, {}))
+    )
+    expected, *found = engine.generate(["abc"] * 3, [plain, *derived])
+    assert [each.sampling_params for each in found] == [expected.sampling_params] * 2
+    derived[1].add_attributes({"min_length": 4})
+    with pytest.raises(RequestError, match="no argument 'min_length'"):
+        engine.add_request(9, "abc", derived[1])
+    engine.close()
+
+
 def test_asyncio_waits_for_futures_while_run_engine_steps(model: Any) -> None:
     async def main() -> None:
         engine = build(model, EngineConfig(inference_async_scheduling=True))
