@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,7 +154,9 @@ def tokenize_prompt(
     ids = list(tokenizer.tokenize(prompt))
     bos = _begin_token(tokenizer) if add_BOS or strips_begin else None
     if strips_begin:
-        ids = list(itertools.dropwhile(lambda token: token == bos, ids))
+        from megatron_async.tokenizer.begin import behind_begin
+
+        ids = behind_begin(ids, bos)
     if add_BOS:
         if bos is None:
             raise RequestError("add_BOS=True but the tokenizer has no begin token; leave it out")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 import time
 from collections import defaultdict
@@ -34,6 +33,7 @@ from megatron_async.serving.front_end.job import (
 from megatron_async.serving.http.errors import json_response
 from megatron_async.serving.http.frontend import Frontend, log_jobs, name_of
 from megatron_async.serving.http.sse import DONE, EventStream, event, until_disconnect
+from megatron_async.tokenizer.begin import behind_begin
 
 
 async def create_chat_completion(
@@ -114,7 +114,7 @@ async def _tokens(
         return ids
     # As in Megatron's server, one or none, whatever the template writes.
     begin = front.tokenizer.bos_id
-    others = list(itertools.dropwhile(lambda token: token == begin, ids))
+    others = behind_begin(ids, begin)
     return ids[:1] + others if body.add_BOS else others
 
 
