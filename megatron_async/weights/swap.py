@@ -197,12 +197,14 @@ def replace_weights(
     """New weights for all engines over them, each between two of its steps.
 
     They are read and checked first. An engine that has stopped, or does so now, is left out unless
-    it is the one that is ``wanted``; an error from the first copy on stops them all.
+    it is the one that is ``wanted``; an error from the first copy on stops them all. An interrupt
+    of the main thread waits until all is copied.
 
     Raises:
         CheckpointError: the weights do not fit, or are not finite and must be; the old ones stay.
         RequestError: requests that a sink gets the tokens of were to be restarted.
     """
+    from megatron_async.weights.interrupts import with_interrupt_behind
     from megatron_async.weights.source import ModelDirectory, source_of
 
     _check_partial_rollouts(partial_rollouts, weights.engines)
@@ -248,7 +250,7 @@ def replace_weights(
                     )
                     engine.sleep_mode.weights_replaced()
 
-            _between_steps(sharing, wanted, copy)
+            with_interrupt_behind(lambda: _between_steps(sharing, wanted, copy))
     finally:
         for engine in sharing:  # outside of all locks
             engine.weights_changed()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from typing import Any
 
@@ -79,6 +80,54 @@ def test_an_update_that_fails_on_the_way_stops_all_engines_before_anybody_is_tol
         assert len(raised) == 1
         with pytest.raises(ConfigError, match="some are new"):
             engine_at(1, model=model)
+
+
+class Interrupted(HashModel):
+    """Gets signals while its weights are replaced."""
+
+    def update_weights(self, source: Any) -> None:
+        for _ in range(source["interrupts"]):
+            signal.raise_signal(signal.SIGINT)
+        super().update_weights(source)
+
+
+def test_an_interrupt_waits_for_weights_that_are_being_replaced() -> None:
+    model, others = Interrupted(), signal.getsignal(signal.SIGINT)
+    with engine_at(1, model=model) as one, engine_at(2, model=model) as other:
+        running = other.add_request(0, [1], greedy(20))
+        other.step_modern()
+        for _ in range(2):
+            version = one.weight_version
+            with pytest.raises(KeyboardInterrupt):
+                one.update_weights({"salt": 5, "interrupts": 1})
+            assert one.weight_version == other.weight_version == version + 1
+            assert signal.getsignal(signal.SIGINT) is others
+        drive(other)
+        assert running.result().weight_spans[-1].version == 2
+        with pytest.raises(KeyboardInterrupt):
+            one.update_weights({"salt": 6, "interrupts": 2})
+        assert signal.getsignal(signal.SIGINT) is others
+        with pytest.raises(EngineStoppedError, match="KeyboardInterrupt"):
+            other.generate([[1]], greedy(8))
+
+
+def test_a_handler_that_does_not_raise_is_called_once_behind_an_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as asyncio's, and on a thread that gets no signal nothing is changed."""
+    model, called = Interrupted(), list[int]()
+    before = signal.signal(signal.SIGINT, lambda number, frame: called.append(int(model.salt)))
+    try:
+        with engine_at(1, model=model) as engine:
+            engine.update_weights({"salt": 3, "interrupts": 1})
+            assert called == [3]
+            source = {"salt": 4, "interrupts": 0}
+            thread = threading.Thread(target=engine.update_weights, args=(source,))
+            thread.start()
+            thread.join(PATIENCE_SECONDS)
+            assert engine.weight_version == 2 and called == [3]
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_what_an_update_ended_is_told_outside_of_all_locks() -> None:
