@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
+from megatron_async.errors import ConfigError
 from megatron_async.kernels.moe.reference import held_experts
 from megatron_async.models.description.config import ModelConfig
 from megatron_async.models.moe.compute import KeptWeights, experts_of, routing_of
@@ -231,7 +232,17 @@ class MoELayer(MegatronModule):  # type: ignore[misc]
     def forward(
         self, hidden_states: Tensor, padding_mask: Tensor | None = None, **_: Any
     ) -> tuple[Tensor, None]:
-        """:func:`mixture` ``[S, B, H]``, and no bias. In inference it is ``[T, 1, H]``."""
+        """:func:`mixture` ``[S, B, H]``, and no bias. In inference it is ``[T, 1, H]``.
+
+        Raises:
+            ConfigError: a trainer's ranks that share experts have a part of the sequence each.
+        """
+        if self.ranks is not None and self.config.sequence_parallel:
+            raise ConfigError(
+                "sequence_parallel=True is not supported with layers of experts of this package, "
+                "which take whole sequences: set it to False in the model's config, or build the "
+                "model with megatron-core's MoELayer"
+            )
         return mixture(self, hidden_states, padding_mask), None
 
 

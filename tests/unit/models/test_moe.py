@@ -25,6 +25,7 @@ from megatron_async.models.description.features import features
 from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.models.moe import adapt
 from megatron_async.models.moe.layer import MoELayer, mixture
+from megatron_async.models.moe.trainer_ranks import TrainerRanks
 from megatron_async.models.served import ServedModel
 from megatron_async.request.request import DynamicInferenceRequest
 from megatron_async.sampling_params import SamplingParams
@@ -131,6 +132,17 @@ def test_layer_is_that_of_megatron(router: str) -> None:
     found, bias = ours(hidden)
     assert bias is None
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_a_part_of_a_sequence_is_refused_by_name() -> None:
+    """As a trainer with sequence parallelism would give it; an engine's forwards have it off."""
+    (ours,) = layers_of(model_of(changed(num_layers=1, moe_layer_freq=None)))
+    hidden = torch.randn(6, 1, 64)
+    ours.config.sequence_parallel = True
+    assert ours(hidden)[0].shape == hidden.shape
+    ours.ranks = TrainerRanks()
+    with pytest.raises(ConfigError, match=r"^sequence_parallel=True .* MoELayer"):
+        ours(hidden)
 
 
 def replaced(router: str) -> ModelConfig:
