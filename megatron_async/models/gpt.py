@@ -60,7 +60,7 @@ class Inference:
         sliding_rotary: that of layers with a window, where they have one of their own.
         model_config: what the model was built from; None if its user built it with megatron-core.
         stored_cache_scales: of keys and values, that the directory has for an FP8 KV cache, fp32
-            ``[layers, 2]`` of its own layers; None without.
+            ``[layers, 2, heads]`` of its own layers and heads; None without.
         stored_block: rows and columns that share a scale of e4m3 in that directory; None without.
         huggingface_names: of the directory that its weights were loaded from, if that was one of
             Hugging Face's.

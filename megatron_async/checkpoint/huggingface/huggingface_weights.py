@@ -378,17 +378,26 @@ def load_weights(directory: Path, config: ModelConfig, model: torch.nn.Module) -
 
 
 def cache_scales_of(directory: Path, config: ModelConfig, model: torch.nn.Module) -> Tensor | None:
-    """Fp32 ``[layers of this stage, 2]``: the scales of keys and values that ``directory`` has for
-    an FP8 KV cache; None if there are none.
+    """Fp32 ``[layers of this stage, 2, heads of this rank]``: the scales of keys and values that
+    ``directory`` has for an FP8 KV cache; None if there are none.
 
     Raises:
         CheckpointError: one is no scale.
     """
-    if is_plain(directory, read_json(directory / "config.json")):
+    values = read_json(directory / "config.json")
+    if is_plain(directory, values):
         return None
     from megatron_async.checkpoint.quantized.cache_scales import read_cache_scales
 
-    return read_cache_scales(stored_headers(directory), config.num_layers, Stage.of(model))
+    pattern = config.hybrid_override_pattern or ATTENTION * config.num_layers
+    parts = family_of(values).names.parts
+    return read_cache_scales(
+        stored_headers(directory),
+        [place // parts for place, kind in enumerate(pattern) if kind == ATTENTION],
+        config.num_kv_heads,
+        Stage.of(model),
+        TensorParallel.current(),
+    )
 
 
 def weights_of(directory: Path, config: ModelConfig, model: torch.nn.Module) -> SafetensorsWeights:

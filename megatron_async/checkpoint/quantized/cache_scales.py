@@ -1,19 +1,19 @@
-"""Scales of keys and values that a checkpoint brings for an FP8 KV cache, one of each for a layer:
-compressed-tensors' and ModelOpt's ``k_scale``, and the older ``k_proj.output_scale``, or
-``kv_scale`` for both."""
+"""Scales of keys and values that a checkpoint brings for an FP8 KV cache, one of each for a layer,
+or for each of its heads: compressed-tensors' and ModelOpt's ``k_scale``, and the older
+``k_proj.output_scale``, or ``kv_scale`` for both."""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron_async.checkpoint.quantized.fp8 import check_scale, read_tensors
-from megatron_async.checkpoint.targets import Stage
+from megatron_async.checkpoint.targets import Stage, TensorParallel
 from megatron_async.errors import CheckpointError
 from megatron_async.kernels.attention.e4m3_cache import MOST_BITS
 
@@ -38,13 +38,18 @@ def _check_range(name: str, scale: Tensor) -> None:
 
 
 def read_cache_scales(
-    stored: Mapping[str, StoredTensor], layers: int, stage: Stage
+    stored: Mapping[str, StoredTensor],
+    layers: Sequence[int],
+    heads: int,
+    stage: Stage,
+    parallel: TensorParallel,
 ) -> Tensor | None:
-    """Fp32 ``[layers of this stage, 2]`` of keys and values; None if there are none, or, with a
-    warning, not one for each layer.
+    """Fp32 ``[layers of this stage, 2, heads of this rank]`` of keys and values; None if there are
+    none, or, with a warning, not one of each for each layer or head.
 
     Args:
-        layers: of the whole model.
+        layers: numbers of those of the whole model that attend, as they are stored.
+        heads: of keys and values in a layer of the whole model.
 
     Raises:
         CheckpointError: one is zero, negative, subnormal or not finite, or is none that keys and
@@ -61,21 +66,25 @@ def read_cache_scales(
                 names[place] = name
     if not names:
         return None
-    wanted = {(layer, kind) for layer in range(layers) for kind in (0, 1)}
+    wanted = {(layer, kind) for layer in layers for kind in (0, 1)}
     values = read_tensors(dict.fromkeys(names.values()), stored)
     for name, value in values.items():
         check_scale(name, value)
         _check_range(name, value)
-    if twice or names.keys() != wanted or any(value.numel() != 1 for value in values.values()):
+    counts = {value.numel() for value in values.values()}
+    if twice or names.keys() != wanted or not counts <= {1, heads}:
         logger.warning(
             "%s has scales of keys and values, such as %s, but not one of each for each of its %d "
-            "layers: they are left unread, and others are chosen",
+            "layers, or for each of their %d heads: they are left unread, and others are chosen",
             stored[next(iter(values))].file.parent,
             next(iter(values)),
-            layers,
+            len(layers),
+            heads,
         )
         return None
-    scales = torch.empty(layers, 2, dtype=torch.float32)
-    for (layer, kind), name in names.items():
-        scales[layer, kind] = values[name].float().reshape(())
-    return scales if stage.stages == 1 else scales[stage.first : stage.first + stage.layers]
+    scales = torch.empty(len(layers), 2, heads, dtype=torch.float32)
+    for at, layer in enumerate(layers):
+        for kind in (0, 1):
+            scales[at, kind] = values[names[layer, kind]].float().flatten()
+    own = scales.chunk(parallel.size, -1)[parallel.rank]
+    return own if stage.stages == 1 else own[stage.first : stage.first + stage.layers]

@@ -39,7 +39,7 @@ def choose_scales(network: Any, batch: ForwardBatch, *, stored: bool = True) -> 
     spec = replace(network.kv_cache_spec.decoder, kept=None)
     given = getattr(network.model, "stored_cache_scales", None)
     if given is not None and spec.latent_rank is None and len(given) == spec.num_layers:
-        scales[: len(given)] = nearest_above(given).to(scales)[..., None]
+        scales[: len(given)] = nearest_above(given).to(scales)
         return
     count = min(TOKENS, network.max_sequence_length)
     ids = torch.arange(1, count + 1, device=network.device) * SPREAD // 64 % network.vocab_size

@@ -11,6 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_async import DynamicInferenceEngine, EngineConfig, SamplingParams
+from megatron_async.checkpoint.quantized.cache_scales import read_cache_scales
+from megatron_async.checkpoint.reading.files import stored_headers
+from megatron_async.checkpoint.targets import Stage, TensorParallel
 from megatron_async.errors import CheckpointError, ConfigError
 from megatron_async.kernels.attention.e4m3_cache import E4M3, encode, scales_of
 from megatron_async.runner.memory.attention_metadata import AttentionMetadata
@@ -501,7 +504,7 @@ FORMS = {
 }
 
 
-def with_cache_scales(path: Path, form: str, scales: dict[tuple[int, str], float]) -> Path:
+def with_cache_scales(path: Path, form: str, scales: dict[tuple[int, str], Any]) -> Path:
     """A model in FP8 that brings ``scales``."""
     torch.manual_seed(0)
     random_model("llama").save_pretrained(path / "plain")
@@ -519,6 +522,38 @@ def test_scales_of_a_checkpoint_are_taken(form: str, tmp_path: Path) -> None:
         found = engine.runner._program._batch.scales
         assert found[..., 0].tolist() == [[2**-5, 0.5], [0.5, 4.0]]
         assert found.equal(found[..., :1].expand_as(found))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_scales_of_heads_are_taken(form: str, tmp_path: Path) -> None:
+    """As of compressed-tensors' "attn_head"; a layer may have one for all beside."""
+    heads = {(0, "k"): [0.03, 4.0], (0, "v"): [1.0, 0.26], (1, "k"): [8.0], (1, "v"): [0.5, 16.0]}
+    shaped = {at: torch.tensor(each).reshape(-1, 1, 1).tolist() for at, each in heads.items()}
+    with engine_at(0, with_cache_scales(tmp_path, form, shaped)) as engine:
+        found = engine.runner._program._batch.scales.tolist()
+        assert found == [[[2**-5, 4.0], [1.0, 0.5]], [[8.0, 8.0], [0.5, 16.0]]]
+        (request,) = engine.generate([[5, 6, 7]], ONE)
+        assert request.generated_tokens
+
+
+@pytest.mark.parametrize(("rank", "wanted"), [(0, [1.0, 3.0]), (1, [2.0, 3.0])])
+def test_a_rank_has_the_scales_of_its_heads(rank: int, wanted: list[float], tmp_path: Path) -> None:
+    scales = {(0, "k"): [9.0], (0, "v"): [9.0], (1, "k"): [1.0, 2.0], (1, "v"): [3.0]}
+    path = with_cache_scales(tmp_path, "compressed", scales)
+    place, stage = TensorParallel(rank, 2), Stage(1, 1, 2)
+    found = read_cache_scales(stored_headers(path), range(2), 2, stage, place)
+    assert found is not None and found.tolist() == [[[each] for each in wanted]]
+
+
+def test_scales_of_a_hybrid_model_are_of_its_layers_that_attend(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    random_model("bamba").save_pretrained(tmp_path / "plain")
+    made = write(tmp_path / "model", tmp_path / "plain", "compressed-channel")
+    tensors = load_file(made / "model.safetensors")
+    tensors |= {FORMS["modelopt"].format(1, kind): torch.tensor([8.0]) for kind in "kv"}
+    save_file(tensors, made / "model.safetensors")
+    with engine_at(0, made) as engine:
+        assert engine.runner._program._batch.scales.tolist() == [[[8.0] * 2] * 2]
 
 
 def test_scales_come_with_a_directory_and_go_with_other_weights(tmp_path: Path) -> None:
@@ -555,16 +590,20 @@ def test_scales_come_with_a_directory_and_go_with_other_weights(tmp_path: Path) 
         assert found.equal(stored), "those of the last update"
 
 
-@pytest.mark.parametrize("fault", ("missing", "too many", "no layer", "twice"))
+@pytest.mark.parametrize("fault", ("missing", "too many", "no layer", "twice", "other heads"))
 def test_scales_that_are_not_one_each_are_named_and_left(
     fault: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    scales = {(0, "k"): 0.03, (0, "v"): 0.5, (1, "k"): 0.26, (1, "v"): 3.0}
+    scales: dict[tuple[int, str], Any] = {
+        (0, "k"): 0.03, (0, "v"): 0.5, (1, "k"): 0.26, (1, "v"): 3.0
+    }  # fmt: skip
     other = {"too many": 2, "no layer": 10**9 - 1}.get(fault)
     if other is not None:
         scales[other, "k"] = 1.0
     elif fault == "missing":
         scales.pop((1, "v"))
+    elif fault == "other heads":
+        scales[0, "k"] = [1.0] * 4
     path = with_cache_scales(tmp_path, "compressed", scales)
     if fault == "twice":
         tensors = load_file(path / "model.safetensors")
