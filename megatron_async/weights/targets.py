@@ -34,6 +34,7 @@ from megatron_async.models.quantized.values import E4M3, meant_shape
 from megatron_async.weights.tensor_info import TensorInfo
 
 if TYPE_CHECKING:
+    from megatron_async.checkpoint.huggingface.family import Names as StoredNames
     from megatron_async.checkpoint.huggingface.huggingface_weights import Targets
     from megatron_async.models.gpt import GPTModel
 
@@ -137,7 +138,7 @@ class Names:
                 check_tied(OUTPUT, EMBEDDING, dtypes)
             return dict(tensors)
         kept = {k: tensor for k, tensor in tensors.items() if not k.endswith(family.ignored)}
-        head, embedding = f"{family.head}.weight", f"{family.embedding}.weight"
+        head, embedding = _of_output(family, kept)
         if is_tied:
             check_tied(head, embedding, dtypes)
         if is_tied and head in kept:
@@ -154,7 +155,7 @@ class Names:
         if family is None:
             return list(infos)
         kept = [info for info in infos if not info.name.endswith(family.ignored)]
-        head, embedding = f"{family.head}.weight", f"{family.embedding}.weight"
+        head, embedding = _of_output(family, {info.name for info in kept})
         if not self.model.share_embeddings_and_output_weights:
             return kept
         check_tied(head, embedding, {info.name: info.dtype for info in kept})
@@ -232,6 +233,13 @@ def _packed(name: str) -> CheckpointError:
         f"the new weights hold {name}: a state dict has no packed numbers; give weights in 16 or "
         "32 bits, or a model directory"
     )
+
+
+def _of_output(family: StoredNames, given: Collection[str]) -> tuple[str, str]:
+    """What the output layer and the embedding are called among ``given`` names."""
+    names = (f"{name}.weight" for name in (family.head, family.embedding))
+    head, embedding = (family.as_given(name, given) for name in names)
+    return head, embedding
 
 
 def check_tied(head: str, embedding: str, dtypes: Mapping[str, torch.dtype]) -> None:

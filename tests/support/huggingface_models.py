@@ -236,12 +236,16 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def random_model(name: str) -> Any:
-    """A model of :data:`CONFIGS` in evaluation mode; norms and biases are random too."""
+def random_model(name: str, **changes: Any) -> Any:
+    """A model of :data:`CONFIGS` in evaluation mode, with ``changes`` of its config; norms and
+    biases are random too."""
     torch.manual_seed(5)
+    config = CONFIGS[name]()
+    for field, value in changes.items():
+        setattr(config, field, value)
     # transformers' other kernels leave soft caps out.
     model = transformers.AutoModelForCausalLM.from_config(
-        CONFIGS[name](), attn_implementation="eager"
+        config, attn_implementation="eager"
     ).eval()
     # Some types take None for their own default ids, of a larger vocabulary.
     model.config.eos_token_id = model.generation_config.eos_token_id = None

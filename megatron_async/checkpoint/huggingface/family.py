@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -45,7 +45,7 @@ class Names:
         transposed: linear weights are stored ``[in, out]``.
         interleaved: rotated pairs are stored next to each other, not half a head apart.
         prefix: of all names but ``head``; older files leave it out.
-        in_memory: what transformers has in its memory in place of a prefix in files: both.
+        in_memory: parts of names in files, and what transformers has there in its memory.
         ignored: ends of the names of tensors that hold no parameter.
         experts: names in layers of experts.
         mamba: prefix of a Mamba-2 mixer.
@@ -73,11 +73,27 @@ class Names:
     transposed: bool = False
     interleaved: bool = False
     prefix: str = ""
-    in_memory: tuple[str, str] | None = None
+    in_memory: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     experts: ExpertNames = field(default_factory=ExpertNames)
     mamba: str = "mamba"
     parts: int = 1
+
+    def in_file(self, name: str) -> str:
+        """The name that a tensor has in files, by its name there or in transformers' memory."""
+        for file, memory in self.in_memory:
+            if file not in name:
+                name = name.replace(memory, file, 1)
+        return name
+
+    def as_given(self, name: str, given: Container[str]) -> str:
+        """The name in files, or that in transformers' memory if it is the one that is ``given``."""
+        if name in given:
+            return name
+        in_memory = name
+        for file, memory in self.in_memory:
+            in_memory = in_memory.replace(file, memory, 1)
+        return in_memory if in_memory in given else name
 
 
 def nothing(fields: Fields) -> dict[str, Any]:

@@ -46,6 +46,12 @@ class Targets(dict[str, Target]):
         self.elsewhere: set[str] = set()
         """Stored tensors that other ranks take."""
 
+    def rename(self, own: Callable[[str], str]) -> None:
+        """Give each stored tensor its ``own`` name."""
+        self.elsewhere = set(map(own, self.elsewhere))
+        for name in list(self):
+            self[own(name)] = self.pop(name)
+
     def is_elsewhere(self, name: str, *stored: str) -> bool:
         """Whether ``name``, which ``stored`` tensors fill, is a parameter of another stage."""
         if self._stage.local(name) is not None:
@@ -168,14 +174,6 @@ def by_group(stored: Tensor, config: ModelConfig, interleaved: bool) -> Tensor:
     return torch.cat(grouped, dim=1).reshape(stored.shape)
 
 
-def _as_stored(names: Names, stored: Collection[str]) -> Names:
-    """``names`` with the prefix of files or of transformers' memory, as it is in ``stored``."""
-    if names.in_memory is None or not any(n.startswith(names.in_memory[1]) for n in stored):
-        return names
-    prefixed = {name: getattr(names, name) for name in ("embedding", "final_norm", "layer")}
-    return replace(names, **{k: v.replace(*names.in_memory, 1) for k, v in prefixed.items()})
-
-
 def weight_targets(
     config: ModelConfig,
     parameters: dict[str, Tensor],
@@ -195,7 +193,7 @@ def weight_targets(
     Raises:
         IntegrityError: ``parameters`` are not those of a model built from ``config``.
     """
-    names = _as_stored(names, stored)
+    given, stored = stored, {names.in_file(name) for name in stored}
     targets = Targets(parameters, parallel, transposed=names.transposed, stage=stage)
     targets.whole(f"{names.embedding}.weight", EMBEDDING)
     if names.positions is not None:
@@ -220,6 +218,8 @@ def weight_targets(
         _mlp(targets, config, names, f"{mtp.theirs}.", mtp.inner, parallel.size)
     if targets.unused:
         raise IntegrityError(f"no stored tensor fills parameter {min(targets.unused)}")
+    if names.in_memory:
+        targets.rename(lambda name: names.as_given(name, given))
     return targets
 
 
@@ -409,12 +409,15 @@ def weights_of(directory: Path, config: ModelConfig, model: torch.nn.Module) -> 
     stage = Stage.of(model)
     found = weight_targets(config, parameters, TensorParallel.current(), names, stored, stage)
     targets: dict[str, Target] = found
-    elsewhere, embedding = found.elsewhere, f"{names.embedding}.weight"
+    elsewhere = found.elsewhere
+    head, embedding = (
+        names.as_given(f"{name}.weight", stored) for name in (names.head, names.embedding)
+    )
     if names.prefix and not any(name.startswith(names.prefix) for name in stored):
         targets = _without_prefix(targets, names.prefix)
         elsewhere = {name.removeprefix(names.prefix) for name in elsewhere}
         embedding = embedding.removeprefix(names.prefix)
-    copies = {f"{names.head}.weight": embedding} if config.tie_word_embeddings else {}
+    copies = {head: embedding} if config.tie_word_embeddings else {}
     if embedding not in targets:  # of a stage that has neither
         elsewhere = elsewhere | copies.keys()
         copies = {}

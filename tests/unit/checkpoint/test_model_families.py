@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,44 @@ def test_hybrid_models_are_converted_from_memory(name: str) -> None:
     with torch.no_grad():
         found = ours(ids, torch.arange(40)[None], None, runtime_gather_output=True)
         torch.testing.assert_close(found, theirs(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+IN_MEMORY = ["gpt_neox", "granitemoehybrid-experts", "mixtral"]
+
+
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    [*product(IN_MEMORY, (False, True)), ("nemotron_h-experts", False)],
+)
+def test_names_of_transformers_memory_are_taken(name: str, tied: bool, tmp_path: Path) -> None:
+    """Of a trainer's state dict, of a model in memory, and of files that are written so."""
+    theirs = random_model(name, tie_word_embeddings=tied)
+    theirs.save_pretrained(tmp_path / "before")
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.mul_(1.25)
+    theirs.save_pretrained(tmp_path / "in memory", save_original_format=False)
+    before = load_pretrained(tmp_path / "before").model
+    read_weights(before, theirs.state_dict(), all_parameters=True)()
+    ids = torch.randint(1, 100, (1, 40), generator=torch.Generator().manual_seed(1))
+    converted = convert_model(theirs).model
+    with torch.no_grad():
+        wanted = theirs(ids).logits
+        for model in (before, converted, load_pretrained(tmp_path / "in memory").model):
+            found = model(ids, torch.arange(40)[None], None, runtime_gather_output=True)
+            torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["granitemoehybrid-experts", "mixtral"])
+def test_a_part_may_have_the_names_of_transformers_memory(name: str, tmp_path: Path) -> None:
+    theirs = random_model(name)
+    theirs.save_pretrained(tmp_path)
+    model = load_pretrained(tmp_path).model
+    new = {n: 2 * x for n, x in theirs.state_dict().items() if "router." in n or "mlp.gate." in n}
+    read_weights(model, new)()
+    routers = [p for n, p in model.named_parameters() if n.endswith("mlp.router.weight")]
+    assert len(routers) == len(new) > 0
+    assert all(one.equal(two) for one, two in zip(routers, new.values(), strict=True))
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])

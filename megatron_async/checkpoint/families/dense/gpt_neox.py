@@ -26,6 +26,7 @@ FAMILY = Family(
         embedding="gpt_neox.embed_in",
         final_norm="gpt_neox.final_layer_norm",
         head="embed_out",
+        in_memory=(("embed_out.", "lm_head."),),
         layer="gpt_neox.layers.{}.",
         qkv=("attention.query_key_value",),
         qkv_layout="by_head",

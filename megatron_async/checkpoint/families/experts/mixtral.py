@@ -25,12 +25,14 @@ FAMILY = Family(
     architecture="MixtralForCausalLM",
     config=config,
     names=Names(
+        in_memory=(("block_sparse_moe.gate.", "mlp.gate."),),
         experts=ExpertNames(
             router="block_sparse_moe.gate",
+            stacked_router="block_sparse_moe.gate",
             expert="block_sparse_moe.experts.{}.",
             fc1=("w1", "w3"),
             fc2="w2",
-        )
+        ),
     ),
     defaults={
         "num_key_value_heads": 8,

@@ -49,7 +49,13 @@ FAMILY = Family(
         fc1=("shared_mlp.input_linear",),
         fc2="shared_mlp.output_linear",
         parts=2,
+        in_memory=(
+            ("block_sparse_moe.input_linear.weight", "block_sparse_moe.experts.gate_up_proj"),
+            ("block_sparse_moe.output_linear.weight", "block_sparse_moe.experts.down_proj"),
+            ("block_sparse_moe.router.layer.", "block_sparse_moe.router."),
+        ),
         experts=ExpertNames(
+            router="block_sparse_moe.router.layer",
             stacked="block_sparse_moe.",
             stacked_fc1="input_linear.weight",
             stacked_fc2="output_linear.weight",

@@ -39,7 +39,7 @@ FAMILY = Family(
         input_norm="norm", pre_mlp_norm="norm",
         qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"), projection="mixer.o_proj",
         fc1=("mixer.up_proj",), fc2="mixer.down_proj", mamba="mixer",
-        in_memory=("backbone.", "model."),
+        in_memory=(("backbone.", "model."),),
         experts=ExpertNames(
             router="mixer.gate", expert="mixer.experts.{}.", fc1=("up_proj",),
             stacked="mixer.experts.", stacked_fc1="up_proj", stacked_router="mixer.gate",

@@ -106,6 +106,7 @@ def checked_tensors(
         CheckpointError: one is missing, unexpected, or of another shape.
     """
     kind, names = type(model).__name__, family.names
+    head = f"{names.head}.weight"
     found = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name in targets:
@@ -115,7 +116,7 @@ def checked_tensors(
                     f"{list(targets[name].shape)}"
                 )
             found[name] = tensor
-        elif not (tied and name == f"{names.head}.weight") and not name.endswith(names.ignored):
+        elif not (tied and names.in_file(name) == head) and not name.endswith(names.ignored):
             raise CheckpointError(f"{kind}: unexpected tensor {name}")
     if missing := set(targets) - set(found):
         raise CheckpointError(f"{kind}: tensor {min(missing)} is missing")
