@@ -32,7 +32,7 @@ def family_of(values: dict[str, Any]) -> Family:
             raise fields.unsupported("architectures", supported)
     if not isinstance(model_type, str) or model_type not in known:
         raise fields.unsupported("model_type", types)
-    if architectures is not None and architectures != [known[model_type].architecture]:
+    if architectures not in (None, []) and architectures != [known[model_type].architecture]:
         raise fields.unsupported("architectures", supported)
     return known[model_type]
 

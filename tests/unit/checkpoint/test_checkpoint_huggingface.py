@@ -170,6 +170,10 @@ def test_both_rope_layouts_at_once_mean_what_transformers_takes(
     assert (ours.rope_scaling is not None) == (theirs["rope_type"] == "llama3")
 
 
+def test_an_empty_list_of_architectures_is_as_absent() -> None:
+    assert convert(architectures=[]) == convert(architectures=None) == convert()
+
+
 def test_absent_fields_get_the_values_transformers_assumes() -> None:
     plain = {k: v for k, v in config_of("Llama").items() if k != "num_key_value_heads"}
     config = convert_config(Path("config.json"), plain)
