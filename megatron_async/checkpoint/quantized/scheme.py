@@ -30,6 +30,10 @@ FP8_FIELDS = FieldUses.of(
     fmt=("e4m3",),
     expert_dtype=("fp8",),
 )
+_FBGEMM = FieldUses.of(
+    "quant_method",
+    "activation_scale_ub modules_to_not_convert modules_to_convert dequantize",
+)
 _COMPRESSED = FieldUses.of(
     "quant_method config_groups sparsity_config",
     "ignore kv_cache_scheme version global_compression_ratio quantization_status run_compressed "
@@ -136,6 +140,12 @@ def _fp8(found: Mapping[str, Any]) -> Fp8Scheme:
     return Fp8Scheme(block, found.get("activation_scheme") == "static")
 
 
+def _fbgemm(found: Mapping[str, Any]) -> Fp8Scheme:
+    """Meta's: a scale for each row. Its bound of the scales of activations is for its kernels."""
+    _FBGEMM.check(found, of=FIELD)
+    return Fp8Scheme(None, False)
+
+
 def _compressed_tensors(found: Mapping[str, Any]) -> Fp8Scheme | None:
     _COMPRESSED.check(found, of=FIELD)
     sparsity = found.get("sparsity_config") or {"format": "dense"}
@@ -217,6 +227,7 @@ def _unsupported(name: str, value: Any, supported: str) -> CheckpointError:
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], Fp8Scheme | None]] = {
     "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm,
     "compressed-tensors": _compressed_tensors,
     "modelopt": _modelopt,
 }

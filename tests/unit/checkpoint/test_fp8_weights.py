@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import FineGrainedFP8Config
+from transformers import FbgemmFp8Config, FineGrainedFP8Config
 
 from megatron_async.checkpoint import load_pretrained
 from megatron_async.checkpoint.quantized import scheme
@@ -29,6 +29,7 @@ from tests.support.fp8_models import (
     MODELOPT,
     MODELS,
     compressed,
+    kept_bytes,
     set_config,
     write,
 )
@@ -60,6 +61,21 @@ def test_what_is_stored_times_its_scales_is_served(
     found, meant, before = map(parameters_of, (path, path / "meant", plain / model))
     assert all(found[name].equal(meant[name]) for name in meant)
     assert not all(found[name].equal(before[name]) for name in before)
+
+
+@pytest.mark.parametrize("quantization", (None, "fp8"))
+def test_metas_form_has_a_scale_for_each_row(
+    quantization: str | None, plain: Path, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    """As transformers writes it for its FBGEMM kernels."""
+    path = write(tmp_path / "model", plain / "llama", "compressed-channel")
+    wanted = load_pretrained(path, quantization=quantization).model
+    quantizer = FbgemmFp8Config(activation_scale_ub=800.0, modules_to_not_convert=["lm_head"])
+    set_config(path, quantizer.to_dict())
+    found = load_pretrained(path, quantization=quantization).model
+    assert not log.messages, "a field is unknown"
+    one, two = kept_bytes(found), kept_bytes(wanted)
+    assert one.keys() == two.keys() and all(one[name].equal(two[name]) for name in one)
 
 
 def test_modelopts_own_file_is_read(plain: Path, tmp_path: Path) -> None:
