@@ -55,10 +55,12 @@ def expert_targets(
 
     Args:
         targets: a ``huggingface_weights.Targets``.
-        stored: names of the stored tensors; they decide whether experts are stacked.
+        stored: names of the stored tensors, which may be a part; they decide whether experts are
+            stacked.
     """
     stacked = f"{theirs}{names.stacked}"
-    is_stacked = names.interleaved or f"{stacked}{names.stacked_fc1}" in stored
+    either = (f"{stacked}{name}" for name in (names.stacked_fc1, names.stacked_fc2))
+    is_stacked = names.interleaved or any(name in stored for name in either)
     router = theirs + (names.stacked_router if is_stacked else names.router)
     targets.whole(f"{router}.weight", f"{ours}.mlp.router.weight")
     if config.moe_router_bias:

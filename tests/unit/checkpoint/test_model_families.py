@@ -176,6 +176,23 @@ def test_a_part_may_have_the_names_of_transformers_memory(name: str, tmp_path: P
     assert all(one.equal(two) for one, two in zip(routers, new.values(), strict=True))
 
 
+@pytest.mark.parametrize("name", ["granitemoehybrid-experts", "deepseek_v2", "gpt_oss", "mixtral"])
+@pytest.mark.parametrize("in_memory", (False, True))
+def test_tensors_may_come_one_by_one(name: str, in_memory: bool, tmp_path: Path) -> None:
+    """As partial updates: by the name of each one alone."""
+    theirs = random_model(name)
+    theirs.save_pretrained(tmp_path)
+    model = load_pretrained(tmp_path).model
+    stored = theirs.state_dict() if in_memory else load_file(tmp_path / "model.safetensors")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    for one, tensor in stored.items():
+        read_weights(model, {one: tensor})()
+    again = load_pretrained(tmp_path).model
+    assert all(x.equal(y) for x, y in zip(model.parameters(), again.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 def test_stacked_experts_are_the_same_model(name: str, tmp_path: Path) -> None:
     """As transformers 5 holds them, and stores them where it is told to; number of experts under
