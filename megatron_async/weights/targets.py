@@ -80,7 +80,11 @@ def huggingface_targets(model: GPTModel, names: Collection[str]) -> Targets | No
     targets = weight_targets(
         model.model_config, parameters, TensorParallel.current(), family, names, Stage.of(model)
     )
-    return None if (targets.keys() | targets.elsewhere).isdisjoint(names) else targets
+    known = targets.keys() | targets.elsewhere
+    if model.share_embeddings_and_output_weights:
+        known |= {_of_output(family, names)[0]}
+    is_known = any(name in known or name.endswith(family.ignored) for name in names)
+    return targets if is_known else None
 
 
 def covers(model: GPTModel, names: Collection[str]) -> bool:
