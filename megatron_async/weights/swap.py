@@ -204,7 +204,7 @@ def replace_weights(
         CheckpointError: the weights do not fit, or are not finite and must be; the old ones stay.
         RequestError: requests that a sink gets the tokens of were to be restarted.
     """
-    from megatron_async.weights.interrupts import with_interrupt_behind
+    from megatron_async.processes.interrupts import with_interrupt_behind
     from megatron_async.weights.source import ModelDirectory, source_of
 
     _check_partial_rollouts(partial_rollouts, weights.engines)

@@ -241,9 +241,8 @@ def _packed(name: str) -> CheckpointError:
 
 def _of_output(family: StoredNames, given: Collection[str]) -> tuple[str, str]:
     """What the output layer and the embedding are called among ``given`` names."""
-    names = (f"{name}.weight" for name in (family.head, family.embedding))
-    head, embedding = (family.as_given(name, given) for name in names)
-    return head, embedding
+    head, embedding = f"{family.head}.weight", f"{family.embedding}.weight"
+    return family.as_given(head, given), family.as_given(embedding, given)
 
 
 def check_tied(head: str, embedding: str, dtypes: Mapping[str, torch.dtype]) -> None:

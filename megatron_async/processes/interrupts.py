@@ -1,4 +1,4 @@
-"""Ctrl-C waits until weights have been replaced."""
+"""Ctrl-C waits until what must be done as a whole is done, as the copies of new weights."""
 
 from __future__ import annotations
 
