@@ -164,7 +164,7 @@ class ModelFiles:
         """Scales of keys and values that the directory has for ``model``; None without."""
         if self.described.own or self.described.distributed is not None:
             return None
-        from megatron_async.checkpoint.huggingface.huggingface_weights import cache_scales_of
+        from megatron_async.checkpoint.quantized.cache_scales import cache_scales_of
 
         return cache_scales_of(self.directory, self.config, model)
 

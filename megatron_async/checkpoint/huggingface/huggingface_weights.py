@@ -369,35 +369,14 @@ def load_weights(directory: Path, config: ModelConfig, model: torch.nn.Module) -
     weights_of(directory, config, model).load()
     values = read_json(directory / "config.json")
     vars(model)["huggingface_names"] = family_of(values).names  # for new weights under these
-    vars(model)["stored_cache_scales"] = cache_scales_of(directory, config, model)
+    vars(model)["stored_cache_scales"] = None
     if not is_plain(directory, values):
+        from megatron_async.checkpoint.quantized.cache_scales import cache_scales_of
         from megatron_async.checkpoint.quantized.scheme import read_scheme
 
+        vars(model)["stored_cache_scales"] = cache_scales_of(directory, config, model)
         scheme = read_scheme(directory, values)
         vars(model)["stored_block"] = None if scheme is None else scheme.block
-
-
-def cache_scales_of(directory: Path, config: ModelConfig, model: torch.nn.Module) -> Tensor | None:
-    """Fp32 ``[layers of this stage, 2, heads of this rank]``: the scales of keys and values that
-    ``directory`` has for an FP8 KV cache; None if there are none.
-
-    Raises:
-        CheckpointError: one is no scale.
-    """
-    values = read_json(directory / "config.json")
-    if is_plain(directory, values):
-        return None
-    from megatron_async.checkpoint.quantized.cache_scales import read_cache_scales
-
-    pattern = config.hybrid_override_pattern or ATTENTION * config.num_layers
-    parts = family_of(values).names.parts
-    return read_cache_scales(
-        stored_headers(directory),
-        [place // parts for place, kind in enumerate(pattern) if kind == ATTENTION],
-        config.num_kv_heads,
-        Stage.of(model),
-        TensorParallel.current(),
-    )
 
 
 def weights_of(directory: Path, config: ModelConfig, model: torch.nn.Module) -> SafetensorsWeights:

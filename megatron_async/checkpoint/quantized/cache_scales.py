@@ -7,15 +7,22 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from megatron_async.checkpoint.huggingface.huggingface import family_of
+from megatron_async.checkpoint.quantized import is_plain
 from megatron_async.checkpoint.quantized.fp8 import check_scale, read_tensors
+from megatron_async.checkpoint.reading.files import stored_headers
+from megatron_async.checkpoint.reading.json_file import read_json
 from megatron_async.checkpoint.targets import Stage, TensorParallel
 from megatron_async.errors import CheckpointError
 from megatron_async.kernels.attention.e4m3_cache import MOST_BITS
+from megatron_async.models.description.config import ModelConfig
+from megatron_async.models.mamba.sizes import ATTENTION
 
 if TYPE_CHECKING:
     from megatron_async.checkpoint.reading.files import StoredTensor
@@ -35,6 +42,27 @@ def _check_range(name: str, scale: Tensor) -> None:
             f"{name} has scales from {float(wide.min()):g} to {float(wide.max()):g}; those of keys "
             f"and values are from 2^-{MOST_BITS} to 2^{MOST_BITS}: quantize the model again"
         )
+
+
+def cache_scales_of(directory: Path, config: ModelConfig, model: torch.nn.Module) -> Tensor | None:
+    """Fp32 ``[layers of this stage, 2, heads of this rank]``: the scales of keys and values that
+    ``directory`` of Hugging Face's has for an FP8 KV cache; None if there are none.
+
+    Raises:
+        CheckpointError: one is no scale.
+    """
+    values = read_json(directory / "config.json")
+    if is_plain(directory, values):
+        return None
+    pattern = config.hybrid_override_pattern or ATTENTION * config.num_layers
+    parts = family_of(values).names.parts
+    return read_cache_scales(
+        stored_headers(directory),
+        [place // parts for place, kind in enumerate(pattern) if kind == ATTENTION],
+        config.num_kv_heads,
+        Stage.of(model),
+        TensorParallel.current(),
+    )
 
 
 def read_cache_scales(
