@@ -84,7 +84,8 @@ class SamplingParams:
         stop_words: texts, or one text, that end the request; the text is cut before the first of
             them.
         detokenize: make text of the tokens; without it only requests with ``stop_words`` have text.
-        include_stop_str_in_output: cut it behind the stop word instead.
+        include_stop_str_in_output: cut it behind the stop word instead; and the text of a token
+            that ended the request is shown, unless it is a special one.
         return_log_probs: log-probabilities of the generated tokens, and of the prompt's unless
             ``skip_prompt_log_probs``.
         top_n_logprobs: log-probabilities of this many most likely tokens too, at most 20.

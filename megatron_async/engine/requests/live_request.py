@@ -171,7 +171,8 @@ class LiveRequest:
         if request.queue_time is None and not request.sampling_params.stop_words:
             self.start_text()  # it ends without an admission
         tokens = request.generated_tokens
-        rest = self.text.finish(tokens if stop_token is None else tokens[:-1])
+        is_text = stop_token is None or self.text.includes_stop
+        rest = self.text.finish(tokens if is_text else tokens[:-1])
         if rest is not None:
             text = (text or "") + rest
         word = self.text.stop_word

@@ -392,7 +392,8 @@ class OutputProcessor:
             stop_token = token
         text = None
         if entry.text.stream is not None:
-            text = self._push(entry.text, token) if stop_token is None else ""
+            is_text = stop_token is None or entry.text.includes_stop
+            text = self._push(entry.text, token) if is_text else ""
         return self._finish(entry, reason, text, now, stop_token)
 
     def _end_without_token(self, entry: LiveRequest, reason: FinishReason) -> None:

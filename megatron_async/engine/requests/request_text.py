@@ -33,7 +33,7 @@ class StoppingText:
     Args:
         stream: the tokenizer's, which no one else pushes.
         words: the request's.
-        stop_ids: tokens that end the request and add no text.
+        stop_ids: tokens that end the request; ``words`` say whether they add text.
         min_tokens: a stop word counts when a later token than these completes it, wherever it
             begins, as in vLLM; what these have completed is never searched.
     """
@@ -65,16 +65,17 @@ class StoppingText:
         """Detokenise a token; True when it is the last."""
         if self._error is not None:
             return False
-        if token in self._stop_ids:
+        is_stop = token in self._stop_ids
+        if is_stop and not self._words.include:
             return True
         self._taken += 1
         try:
             text = self._stream.push(token)
         except Exception as error:
             self._error = error
-            return False
-        self._released.append(self._words.push(text, searched=self._counts()))
-        return self.matched is not None
+            return is_stop
+        self._released.append(self._words.push(text, searched=self._counts() and not is_stop))
+        return is_stop or self.matched is not None
 
     def push(self, token: int) -> str:
         """What became final with a token that was taken; nothing with a stop token.
@@ -132,15 +133,16 @@ class RequestText:
 
     Args:
         tokenizer: None for none.
-        stop_ids: tokens that end the request and add no text.
+        stop_ids: tokens that end the request.
 
     Attributes:
+        includes_stop: text ends behind what ended it, a stop word or the text of a stop token.
         stream: makes text of tokens as they come; None when text is made at the end, or never.
         pieces: the text that ``stream`` has made.
         stopping: ``stream`` of a request with stop words, a watcher of its tokens; None for others.
     """
 
-    __slots__ = ("_detokenize", "_request", "pieces", "stopping", "stream")
+    __slots__ = ("_detokenize", "_request", "includes_stop", "pieces", "stopping", "stream")
 
     def __init__(
         self, request: DynamicInferenceRequest, tokenizer: Any, stop_ids: Collection[int]
@@ -148,6 +150,7 @@ class RequestText:
         self._request = request
         self.pieces: list[str] = []
         params = request.sampling_params
+        self.includes_stop = params.include_stop_str_in_output
         if not (params.detokenize or params.stop_words):
             tokenizer = None
         self._detokenize: Callable[[list[int]], str] | None
@@ -164,7 +167,7 @@ class RequestText:
         if params.stop_words and self._detokenize is not None:
             self.stream = self.stopping = StoppingText(
                 WholeTextStream(self._detokenize) if self.stream is None else self.stream,
-                StopWords(params.stop_words, include=params.include_stop_str_in_output),
+                StopWords(params.stop_words, include=self.includes_stop),
                 stop_ids=stop_ids,
                 min_tokens=params.min_tokens,
             )

@@ -79,7 +79,7 @@ class StopWords:
             raise ValueError("a stop word is empty")
         self.matched: str | None = None
         self._words = words
-        self._include = include
+        self.include = include
         self._root = self._node = _automaton(words)
         self._held = ""
 
@@ -112,4 +112,4 @@ class StopWords:
     def _end(self, text: str, word: str) -> str:
         self.matched = word
         self._held = ""
-        return text if self._include else text[: len(text) - len(word)]
+        return text if self.include else text[: len(text) - len(word)]

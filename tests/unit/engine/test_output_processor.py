@@ -132,6 +132,25 @@ def test_a_stop_word_stays_when_it_is_asked_for(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@pytest.mark.parametrize("words", [(), ("END",), ("DX", "X")])
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_token_has_text_when_it_is_asked_for(
+    tokenizer: Any, words: tuple[str, ...], include: bool
+) -> None:
+    """As vLLM's does; it is in no stop word that is looked for."""
+    (stop,) = ids("X")
+    run = Run(
+        tokenizer(), stop_token_ids=[stop], stop_words=words, include_stop_str_in_output=include
+    )
+    run.commit(ids("abEN"))
+    run.commit(ids("X"), FinishReason.STOP)
+    assert run.request.generated_text == "abENX"[: 5 if include else 4]
+    streamed = [text for text in run.texts() if text is not None]
+    assert not streamed or "".join(streamed) == run.request.generated_text
+    assert run.request.stop_reason == stop and run.request.generated_tokens[-1] == stop
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
 @pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.ERROR])
 def test_another_end_releases_what_was_held_back(tokenizer: Any, reason: FinishReason) -> None:
     run = Run(tokenizer(), stop_words=["END"])
