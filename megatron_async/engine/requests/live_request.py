@@ -58,8 +58,8 @@ class LiveRequest:
     """
 
     __slots__ = (
-        "_tokenizer", "forced", "forced_log_probs", "future", "hidden", "last_time", "request",
-        "routes", "started", "stop_ids", "text", "version",
+        "_tokenizer", "forced", "forced_log_probs", "future", "hidden", "is_streamed", "last_time",
+        "request", "routes", "started", "stop_ids", "text", "version",
     )  # fmt: skip
 
     text: RequestText
@@ -87,13 +87,17 @@ class LiveRequest:
         if request.sampling_params.prompt_hidden_states:
             self._start_hidden()
         self._tokenizer = tokenizer
+        self.is_streamed = False
+        """Somebody reads its text token by token."""
         if request.sampling_params.stop_words:
             self.start_text()
 
     def start_text(self) -> None:
         """Make what makes its text: when it is first admitted, and before if there are stop words
         to be looked for."""
-        self.text = RequestText(self.request, self._tokenizer, self.stop_ids)
+        self.text = RequestText(
+            self.request, self._tokenizer, self.stop_ids, is_streamed=self.is_streamed
+        )
 
     def _start_routes(self) -> None:
         from megatron_async.request.routed_experts import TokenRoutes

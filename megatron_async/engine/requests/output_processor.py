@@ -131,6 +131,10 @@ class OutputProcessor:
         request.add_event(DynamicInferenceEventType.ADD)
         return entry.future
 
+    def stream(self, key: int) -> None:
+        """Make text of a request token by token, before it is admitted. From any thread."""
+        self._entries[key].is_streamed = True
+
     def refuse(self, request: DynamicInferenceRequest, error: Exception) -> RequestFuture:
         """Hand out a request that has failed before any step saw it. From any thread."""
         request.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)

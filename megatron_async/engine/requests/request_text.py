@@ -134,6 +134,7 @@ class RequestText:
     Args:
         tokenizer: None for none.
         stop_ids: tokens that end the request.
+        is_streamed: make text as tokens come, whatever the tokenizer.
 
     Attributes:
         includes_stop: text ends behind what ended it, a stop word or the text of a stop token.
@@ -145,7 +146,12 @@ class RequestText:
     __slots__ = ("_detokenize", "_request", "includes_stop", "pieces", "stopping", "stream")
 
     def __init__(
-        self, request: DynamicInferenceRequest, tokenizer: Any, stop_ids: Collection[int]
+        self,
+        request: DynamicInferenceRequest,
+        tokenizer: Any,
+        stop_ids: Collection[int],
+        *,
+        is_streamed: bool = False,
     ) -> None:
         self._request = request
         self.pieces: list[str] = []
@@ -164,9 +170,12 @@ class RequestText:
         except Exception as error:  # in the midst of a step
             self.go_on_without(error)
         self.stopping: StoppingText | None = None
-        if params.stop_words and self._detokenize is not None:
+        wants_stream = is_streamed or bool(params.stop_words)
+        if self.stream is None and wants_stream and self._detokenize is not None:
+            self.stream = WholeTextStream(self._detokenize)
+        if self.stream is not None and params.stop_words:
             self.stream = self.stopping = StoppingText(
-                WholeTextStream(self._detokenize) if self.stream is None else self.stream,
+                self.stream,
                 StopWords(params.stop_words, include=self.includes_stop),
                 stop_ids=stop_ids,
                 min_tokens=params.min_tokens,

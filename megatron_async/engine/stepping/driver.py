@@ -224,6 +224,7 @@ class Driver:
                 )
             opened.append(TokenStream(request.request_id))
             self._streams.add(key, opened[0])
+            self._outputs.stream(key)
 
         await self._requests.compile_grammar(sampling_params)
         number = None if request_id is None else checked_id(request_id)

@@ -20,6 +20,7 @@ from megatron_async.errors import RequestError
 from megatron_async.request.request import FinishReason
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import DEPTHS, drive, engine_at, greedy
+from tests.support.hash_tokenizer import VOCAB_SIZE, hash_tokenizer
 from tests.support.oracle import Ask, decode_alone
 from tests.support.patience import PATIENCE_SECONDS
 
@@ -325,3 +326,38 @@ def test_a_length_in_all_takes_the_place_of_the_default_length() -> None:
     both.add_attributes({"num_tokens_total": 50, "num_tokens_to_generate": 30})
     with pytest.raises(RequestError, match="contradict"):
         both.validate()
+
+
+class WholeTexts:
+    """The methods of megatron-core's tokenizers: none makes text token by token."""
+
+    eod = VOCAB_SIZE - 1
+
+    def __init__(self) -> None:
+        self.decoded = 0
+
+    def tokenize(self, text: str) -> list[int]:
+        return hash_tokenizer().tokenize(text)
+
+    def detokenize(self, ids: list[int]) -> str:
+        self.decoded += 1
+        return hash_tokenizer().detokenize(ids)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_stream_has_text_whatever_the_tokenizer(depth: int) -> None:
+    tokenizer = WholeTexts()
+
+    async def text_of(engine: DynamicInferenceEngine, **values: Any) -> str:
+        outputs = [output async for output in engine.stream([3, 5], greedy(20, **values))]
+        return "".join(output.text or "" for output in outputs)
+
+    with engine_at(depth, tokenizer=tokenizer) as engine:
+        expected = hash_tokenizer().detokenize(decode_alone(Ask((3, 5), 20))[0])
+        assert asyncio.run(text_of(engine)) == expected != ""
+        word = expected[7:9]
+        assert asyncio.run(text_of(engine, stop_words=[word])) == expected.partition(word)[0]
+        tokenizer.decoded = 0
+        future = engine.add_request(1, [3, 5], greedy(20))
+        drive(engine)
+        assert future.result().generated_text == expected and tokenizer.decoded <= 2
