@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from filelock import FileLock
 
-from tests.support.child_environment import child_environment
-from tests.support.patience import PATIENCE_SECONDS
+from tests.support.two_gpus import both_gpus, found_by
+
+__all__ = ["both_gpus"]
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.usefixtures("both_gpus"),
 ]
-ROOT = Path(__file__).parents[3]
 DEPTHS = (0, 1, 2, 4)
 FP8 = {"quantization": "fp8"}
 ALL_FP8 = {"quantization": "fp8", "quantize_activations": True, "kv_cache_dtype": "fp8"}
@@ -61,14 +58,6 @@ print(json.dumps(found))
 """All requests begin and end together, so that steps have the same rows at each depth."""
 
 
-@pytest.fixture(autouse=True)
-def _both_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Processes whose kernels wait for each other's on two GPUs: one group of them at a time."""
-    folder = tmp_path_factory.getbasetemp()
-    with FileLock(folder.parent / "both_gpus.lock"):
-        yield
-
-
 @functools.cache
 def checkpoint(kind: str, folder: Path) -> Path:
     """Two layers of Llama-8B, or of a model of 16 experts, in bfloat16."""
@@ -98,25 +87,10 @@ def checkpoint(kind: str, folder: Path) -> Path:
 Found = dict[str, Any]
 
 
-def found_by(path: Path, values: dict[str, Any], rows: tuple[int, ...], *depths: int) -> Found:
-    """Of each number of rows, and each depth, what requests generated; and what is not fused."""
-    arguments = (values, rows, depths)
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, str(path), *map(json.dumps, arguments)],
-        env=child_environment(),
-        cwd=ROOT,
-        check=True,
-        timeout=PATIENCE_SECONDS,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    found: Found = json.loads(ended.stdout.splitlines()[-1])
-    return found
-
-
 @functools.cache
 def found_by_one(path: Path, values: str, rows: tuple[int, ...]) -> Found:
-    return found_by(path, json.loads(values), rows, 0)
+    found: Found = found_by(PROGRAM, path, json.loads(values), rows, [0])
+    return found
 
 
 @pytest.mark.parametrize(
@@ -138,7 +112,7 @@ def test_tokens_are_the_same_at_every_depth_and_near_those_of_one_gpu(
 ) -> None:  # fmt: skip
     path = checkpoint(kind, tmp_path_factory.getbasetemp())
     alone = found_by_one(path, json.dumps(values), rows)
-    several = found_by(path, values | layout, rows, *DEPTHS)
+    several: Found = found_by(PROGRAM, path, values | layout, rows, DEPTHS)
     for count in rows:
         serial = several[str(count)]["0"]
         assert len({tuple(tokens) for tokens, _ in serial}) > 0.9 * count

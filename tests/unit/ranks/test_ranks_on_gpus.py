@@ -9,20 +9,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from filelock import FileLock
 
 from tests.support.child_environment import child_environment
 from tests.support.patience import PATIENCE_SECONDS
+from tests.support.two_gpus import both_gpus, found_by
+
+__all__ = ["both_gpus"]
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.usefixtures("both_gpus"),
 ]
 ROOT = Path(__file__).parents[3]
 ABORTED = 2
@@ -121,35 +123,14 @@ if end == "closes":
 """Steps over captured collectives while a rank gets a signal; how the process goes on then."""
 
 
-@pytest.fixture(autouse=True)
-def _both_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Processes whose kernels wait for each other's on two GPUs: one group of them at a time."""
-    folder = tmp_path_factory.getbasetemp()
-    with FileLock(folder.parent / "both_gpus.lock"):
-        yield
-
-
 def tokens_of(model: str, dtype: str, **sizes: int) -> dict[str, list[list[int]]]:
-    found: dict[str, list[list[int]]] = output_of(PROGRAM, model, dtype, sizes)
+    found: dict[str, list[list[int]]] = found_by(PROGRAM, model, dtype, sizes)
     return found
 
 
 @functools.cache
 def tokens_of_one_gpu(model: str) -> dict[str, list[list[int]]]:
     return tokens_of(model, "float32")
-
-
-def output_of(program: str, model: str, kind: str, sizes: dict[str, int]) -> Any:
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program, model, kind, json.dumps(sizes)],
-        env=child_environment(),
-        cwd=ROOT,
-        check=True,
-        timeout=PATIENCE_SECONDS,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    return json.loads(ended.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
@@ -211,7 +192,7 @@ def kept(tokens: list[list[int]]) -> list[list[int]]:
 )
 def test_new_weights_and_sleep_keep_graphs(model: str, sizes: dict[str, int]) -> None:
     """Tensors of the host and of rank 0's GPU, and both levels of sleep, under captured graphs."""
-    alone, several = (output_of(WEIGHTS, model, "cuda", each) for each in ({}, sizes))
+    alone, several = (found_by(WEIGHTS, model, "cuda", each) for each in ({}, sizes))
     old, new, old_again, kept, new_again = several
     assert several == alone and old == old_again == kept != new == new_again
 

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-from filelock import FileLock
 
 from megatron_async import megatron_compat as compat
 from megatron_async.checkpoint.load import load_pretrained
@@ -32,9 +30,12 @@ from megatron_async.weights.parallel_layouts import shard_of
 from tests.support.batches import new_batch
 from tests.support.child_environment import child_environment
 from tests.support.patience import PATIENCE_SECONDS
+from tests.support.two_gpus import both_gpus
 from tests.unit.models import test_moe
 
 from megatron.core import parallel_state  # isort: skip
+
+__all__ = ["both_gpus"]
 
 ROOT = Path(__file__).parents[3]
 RANKS = 2
@@ -132,13 +133,6 @@ def test_ranks_of_megatrons_trainer_have_the_log_probs_of_their_own_engine(tmp_p
     logits each, which was refused. Gradients are those of one rank, with experts that are forced
     too. Layers of experts are megatron-core's, over sequences that the ranks divide."""
     check_own(tmp_path, OMP_NUM_THREADS="1")
-
-
-@pytest.fixture
-def both_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One group of processes that wait for each other on two GPUs at a time."""
-    with FileLock(tmp_path_factory.getbasetemp().parent / "both_gpus.lock"):
-        yield
 
 
 @pytest.mark.gpu

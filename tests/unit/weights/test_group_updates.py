@@ -6,15 +6,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from filelock import FileLock
 
 from tests.support.child_environment import child_environment
 from tests.support.patience import PATIENCE_SECONDS
+from tests.support.two_gpus import both_gpus
+
+__all__ = ["both_gpus"]
 
 ROOT = Path(__file__).parents[3]
 PROJECTION = "decoder.layers.1.self_attention.linear_proj.weight"
@@ -27,17 +28,10 @@ NCCL = pytest.param(
 )
 
 
-@pytest.fixture
-def one_at_a_time(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Groups of processes that wait for each other on two GPUs."""
-    with FileLock(tmp_path_factory.getbasetemp().parent / "both_gpus.lock"):
-        yield
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["gloo", NCCL])
 def test_requests_go_on_with_weights_of_another_process(
-    backend: str, tmp_path: Path, one_at_a_time: None
+    backend: str, tmp_path: Path, both_gpus: None
 ) -> None:
     """Whole tensors, received while the engine decodes, and shards, with checksums and in many
     buckets: as with the same weights given, to the bit. A NaN is refused on both sides, and the
