@@ -349,7 +349,15 @@ def test_equals_float64(
     gpu=(
         (shape, rows, columns)
         for (n, k), shape in GEMMS.items()
-        for rows, columns in ((1, 128), (8, ROW), (32, 32), (48, ROW), (64, 128))
+        for rows, columns in (
+            (1, 128),
+            (8, ROW),
+            (32, 32),
+            (32, ROW),
+            (48, ROW),
+            (64, 128),
+            (64, ROW),
+        )
         if n < 32768 and k % E4M3_STAGE_K == 0
     ),
     small=[],
