@@ -25,21 +25,17 @@ from megatron_async.kernels.gemm.tile_config import (
     measured,
     stage_columns,
 )
-from megatron_async.kernels.gemm.untuned.ranking import ranked
+from megatron_async.kernels.gemm.untuned.ranking import (
+    LARGE_WEIGHTS,
+    ranked,
+    widens_for_wgmma,
+)
 
 FALLBACK_ROWS = {
     1: (1, 32), 2: (1, 8, 32), 4: (4, 8, 1, 32), 8: (8, 1, 32), 16: (16, 32, 1), 32: (32, 1),
     48: (48, 64), 64: (64,), 128: (128,),
 }  # fmt: skip
 """Whose measurements a number of rows goes by, in order."""
-
-RANKED_WEIGHTS = 6_000_000
-"""Elements of a weight from which on the estimate of ``untuned/ranking.py`` is used: smaller ones
-were not timed. With inputs in e4m3 it is used for all: the kernel is that of bfloat16, over as many
-bytes. Of other weights in e4m3 it ranks the wgmma kernel alone, see :data:`WIDENING_ROWS`."""
-WIDENING_ROWS = 32
-"""Rows from which on weights in e4m3 with a scale for each row, of that size, go to the wgmma
-kernel."""
 
 
 def find(
@@ -65,23 +61,15 @@ def find(
         if entry.config.can_serve(problem, limit):
             return entry
     many = is_of_many_rows(rows, scale_columns)
-    widens = widens_for_wgmma(problem)
-    if e4m3_inputs or many or widens or (not scale_columns and n * k >= RANKED_WEIGHTS):
-        ranking = ranked(problem, tma=tma, sm_count=sm_count, limit=limit)
-        found = [config for config in ranking if config.tma or not widens]
+    widens = tma and widens_for_wgmma(problem)
+    if e4m3_inputs or many or widens or (not scale_columns and n * k >= LARGE_WEIGHTS):
+        found = ranked(problem, tma=tma, sm_count=sm_count, limit=limit)
         if found or e4m3_inputs or many:
             return Entry(problem, found[0], HEURISTIC) if found else None
     config = heuristic_config(
         n, k, rows, norm, epilogue, tma, sm_count=sm_count, limit=limit, scale_columns=scale_columns
     )
     return None if config is None else Entry(problem, config, HEURISTIC)
-
-
-def widens_for_wgmma(problem: GemmProblem) -> bool:
-    """Whether the wgmma kernel is the first choice for weights in e4m3 that it has to widen."""
-    rows, n, k, _, _, scale_columns, e4m3_inputs = problem
-    by_row = scale_columns == k and not e4m3_inputs
-    return by_row and rows >= WIDENING_ROWS and n * k >= RANKED_WEIGHTS
 
 
 @functools.cache

@@ -84,8 +84,14 @@ WORKSPACE, WORKSPACE_SUMS = 1.53, 29e3
 """Split K by a workspace: microseconds in all, bytes a microsecond of the sums."""
 WIDENED, WIDENED_GROUPS = 0.3, 0.02
 """Microseconds of a stage in which the wgmma kernel widens e4m3, for each 64 rows of the weight and
-CTA of an SM, and for those and each eight rows of x; fitted to 519 times of Llama-8B's GEMMs at 32
-and 64 rows (``tune --exhaustive``)."""
+CTA of an SM, and for those and each eight rows of x. They were fitted to the order of 519 configs
+of Llama-8B's GEMMs at 32 and 64 rows (``tune --exhaustive``), not to their times, which are up to
+half as long as estimated."""
+LARGE_WEIGHTS = 6_000_000
+"""Elements of a weight from which on the estimate is used for it: smaller ones were not timed. With
+inputs in e4m3 it is used for all: the kernel is that of bfloat16, over as many bytes."""
+WIDENING_ROWS = 32
+"""See :func:`widens_for_wgmma`."""
 WARPS_K, STORED = 0.064, 33e3
 """Microseconds for each doubling of the warps in K, bytes a microsecond of what CTAs put out."""
 AHEAD, AHEAD_BYTES = 0.97, 2.34e6
@@ -246,6 +252,14 @@ def _sums_us(rows: int, config: TileConfig) -> float:
     return us
 
 
+def widens_for_wgmma(problem: GemmProblem) -> bool:
+    """Whether large weights in e4m3 with a scale for each row, which the kernel has to widen, are
+    left to the wgmma kernel: from :data:`WIDENING_ROWS` on it was the quicker one."""
+    rows, n, k, _, _, scale_columns, e4m3_inputs = problem
+    by_row = scale_columns == k and not e4m3_inputs
+    return by_row and rows >= WIDENING_ROWS and n * k >= LARGE_WEIGHTS
+
+
 @functools.lru_cache(maxsize=256)
 def ranked(
     problem: GemmProblem, *, tma: bool, sm_count: int, limit: int = SHARED_BYTES
@@ -255,9 +269,9 @@ def ranked(
         from megatron_async.kernels.gemm.untuned import many
 
         return tuple(many.ranked(problem, sm_count, limit) if tma else ())
-    shapes = itertools.chain(
-        _tma_shapes(problem, sm_count) if tma else (), _shapes(problem, sm_count)
-    )
+    by_wgmma = _tma_shapes(problem, sm_count) if tma else ()
+    by_mma = () if tma and widens_for_wgmma(problem) else _shapes(problem, sm_count)
+    shapes = itertools.chain(by_wgmma, by_mma)
     costs = {
         config: estimated_us(problem, config, sm_count, limit)
         for shape in shapes

@@ -12,7 +12,6 @@ from megatron_async.kernels.gemm.tile_choice import (
     candidates,
     mma_tile_shapes,
     tma_tile_shapes,
-    widens_for_wgmma,
 )
 from megatron_async.kernels.gemm.tile_config import (
     FEW_ROWS,
@@ -22,7 +21,7 @@ from megatron_async.kernels.gemm.tile_config import (
     is_of_many_rows,
     measured,
 )
-from megatron_async.kernels.gemm.untuned.ranking import ranked
+from megatron_async.kernels.gemm.untuned.ranking import ranked, widens_for_wgmma
 
 
 def known_configs(n: int, k: int) -> list[TileConfig]:
@@ -112,9 +111,8 @@ def short_list(
     if problem.e4m3_inputs:
         return deepest(problem, tma=tma, sm_count=sm_count, limit=limit)
     found = known_configs(problem.n, problem.k)
-    if widens_for_wgmma(problem):
-        ranking = ranked(problem, tma=tma, sm_count=sm_count, limit=limit)
-        found += [config for config in ranking if config.tma][:count]
+    if tma and widens_for_wgmma(problem):
+        found += ranked(problem, tma=tma, sm_count=sm_count, limit=limit)[:count]
     return [*found, *balanced(problem, count, tma=tma, sm_count=sm_count, limit=limit)]
 
 
